@@ -1,0 +1,49 @@
+# Two commands do everything on a machine that has only Python 3 and make:
+#   make demo   train on embedded data and print what the samples' gradients say
+#   make test   the whole test suite
+# They set up a virtual environment in .venv once, and again only when the requirements change.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint types docs docs-serve bench clean
+
+demo: $(VENV)/.lab
+	$(BIN)/python examples/digits.py
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict --quiet
+
+docs-serve: $(VENV)/.docs
+	$(BIN)/mkdocs serve
+
+bench: $(VENV)/.bench
+	$(BIN)/python -m benchmarks.peers
+
+clean:
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# What an extra needs, installed once per state of the requirements.
+$(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e ".[$*]"
+	@touch $@
+
+# The peers are installed without their dependencies: one of them asks for torchvision, which would replace torch.
+$(VENV)/.bench: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e ".[bench]"
+	$(PIP) --no-deps backpack-for-pytorch opacus
+	@touch $@

@@ -1,0 +1,190 @@
+"""What each sample contributes to a gradient, and the two sums that the method needs of it.
+
+Sample i's contribution c_i to the gradient of a parameter is defined by p.grad = Σ c_i, whatever the loss reduction, loss
+scale or accumulation factor is. The batch is split into groups (`Partition`), in the exact case one sample each, and
+
+    S = Σ_u C_u          C_u = Σ_{i in group u} c_i, of n_u samples
+    W = Σ_u C_u² / n_u   (for one sample per group: Σ c_i²)
+
+are all that moments need; both add up over micro-batches and ranks. A `Contribution` knows how to produce C_u for a few
+groups at a time, so that nothing of the size batch × parameters has to exist at once.
+
+Letters: b samples, u groups, r rows of one sample (time steps, pixels), o and i features, g convolution groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 18
+"""Elements of per-group gradients that are worked on at a time: about what stays in a core's cache."""
+
+
+class Partition(NamedTuple):
+    """The split of `batch` samples, in order, into `groups` groups whose sizes differ by one at most, larger ones first."""
+
+    batch: int
+    groups: int
+
+    def runs(self) -> Iterator[tuple[int, int, int, int]]:
+        """Runs of groups of equal size: first group, last group (exclusive), first sample, samples per group."""
+        if not self.groups:
+            return
+        n, larger = divmod(self.batch, self.groups)
+        if larger:
+            yield 0, larger, 0, n + 1
+        if n:
+            yield larger, self.groups, larger * (n + 1), n
+
+
+def stat_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Squares and sums of half-precision numbers are kept in float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class Contribution:
+    """Per-sample contributions to one tensor's gradient, of the given shape. Subclasses say how to get them."""
+
+    def __init__(self, partition: Partition, shape: torch.Size):
+        self.partition = partition
+        self.shape = shape
+
+    def groups(self, first: int, last: int, start: int, n: int) -> Tensor:
+        """C_u for the groups `first:last` of `n` samples each, the first sample being `start`: `[last − first, *shape]`."""
+        raise NotImplementedError
+
+    def cost(self, n: int) -> int:
+        """Elements that have to exist at once for one group of n samples."""
+        return math.prod(self.shape)
+
+    def chunks(self) -> Iterator[tuple[int, Tensor]]:
+        for first, last, start, n in self.partition.runs():
+            step = max(1, CHUNK // max(self.cost(n), 1))
+            for u in range(first, last, step):
+                stop = min(u + step, last)
+                yield n, self.groups(u, stop, start + (u - first) * n, n)
+
+    def sums(self) -> tuple[Tensor | None, Tensor | None]:
+        """(S, W); nothing for an empty batch."""
+        total = square = None
+        for n, c in self.chunks():
+            c = c.to(stat_dtype(c.dtype))
+            s = c.sum(0) if len(c) > 1 else c[0].clone()
+            w = c.square_().sum(0) if len(c) > 1 else c.square_()[0]
+            if n > 1:
+                w = w / n
+            total = s if total is None else total.add_(s)
+            square = w if square is None else square.add_(w)
+        return total, square
+
+    def total(self) -> Tensor | None:
+        """S alone."""
+        total = None
+        for _, c in self.chunks():
+            s = c.to(stat_dtype(c.dtype)).sum(0)
+            total = s if total is None else total.add_(s)
+        return total
+
+    def all_groups(self) -> Tensor:
+        """C_u for every group: `[groups, *shape]`. Of the size groups × parameter: only for tensors that need it."""
+        return torch.cat([c for _, c in self.chunks()])
+
+
+class Dense(Contribution):
+    """Contributions that are at hand, `[batch, *shape]`."""
+
+    def __init__(self, partition: Partition, values: Tensor):
+        super().__init__(partition, values.shape[1:])
+        self.values = values
+
+    def groups(self, first: int, last: int, start: int, n: int) -> Tensor:
+        part = self.values[start : start + (last - first) * n]
+        return part.unflatten(0, (last - first, n)).sum(1) if n > 1 else part.clone()
+
+
+class Grouped(Contribution):
+    """Contributions that are at hand, already summed over each group: `[groups, *shape]`."""
+
+    def __init__(self, partition: Partition, values: Tensor):
+        super().__init__(partition, values.shape[1:])
+        self.values = values
+
+    def groups(self, first: int, last: int, start: int, n: int) -> Tensor:
+        return self.values[first:last].clone()
+
+
+class Outer(Contribution):
+    """c_b = Σ_r δ_br ⊗ a_br: what a matrix product gives, with δ `[b, r, o]` and a `[b, r, i]`."""
+
+    def __init__(self, partition: Partition, delta: Tensor, a: Tensor, shape: torch.Size | None = None):
+        super().__init__(partition, shape or torch.Size((delta.shape[-1], a.shape[-1])))
+        self.delta, self.a = delta, a
+
+    def groups(self, first: int, last: int, start: int, n: int) -> Tensor:
+        part = slice(start, start + (last - first) * n)
+        delta, a = (t[part].reshape(last - first, n * t.shape[1], t.shape[2]) for t in (self.delta, self.a))
+        return torch.bmm(delta.transpose(1, 2), a).view(last - first, *self.shape)
+
+    def sums(self) -> tuple[Tensor | None, Tensor | None]:
+        if self.delta.shape[1] != 1 or self.partition.groups != self.partition.batch or not self.partition.batch:
+            return super().sums()
+        dtype = stat_dtype(self.delta.dtype)  # one row per sample: (δ ⊗ a)² = δ² ⊗ a², and no per-sample gradient exists
+        delta, a = self.delta[:, 0].to(dtype), self.a[:, 0].to(dtype)
+        return (delta.t() @ a).view(self.shape), (delta.square().t() @ a.square()).view(self.shape)
+
+    def total(self) -> Tensor | None:
+        delta, a = (t.reshape(-1, t.shape[2]) for t in (self.delta, self.a))
+        return (delta.t() @ a).view(self.shape)
+
+
+class Lazy(Contribution):
+    """Contributions that a function makes a few groups at a time: `make(first, last, start, n)`."""
+
+    def __init__(
+        self,
+        partition: Partition,
+        shape: torch.Size,
+        make: Callable[[int, int, int, int], Tensor],
+        cost: Callable[[int], int] | None = None,
+    ):
+        super().__init__(partition, shape)
+        self._make, self._cost = make, cost
+
+    def groups(self, first: int, last: int, start: int, n: int) -> Tensor:
+        return self._make(first, last, start, n)
+
+    def cost(self, n: int) -> int:
+        return self._cost(n) if self._cost else super().cost(n)
+
+
+class Sum(Contribution):
+    """Several uses of one parameter: a sample's contributions are added up before anything is squared."""
+
+    def __init__(self, parts: list[Contribution]):
+        super().__init__(parts[0].partition, parts[0].shape)
+        self.parts = parts
+
+    def groups(self, first: int, last: int, start: int, n: int) -> Tensor:
+        out = self.parts[0].groups(first, last, start, n)
+        for part in self.parts[1:]:
+            out = out + part.groups(first, last, start, n)
+        return out
+
+    def cost(self, n: int) -> int:
+        return max(part.cost(n) for part in self.parts)
+
+
+def combine(parts: list[Contribution]) -> Contribution:
+    """All uses of a parameter in one backward as one contribution; matrix products join along their rows."""
+    outers = [p for p in parts if type(p) is Outer]
+    others = [p for p in parts if type(p) is not Outer]
+    if len(outers) > 1:
+        delta, a = (torch.cat([getattr(p, name) for p in outers], dim=1) for name in ("delta", "a"))
+        outers = [Outer(outers[0].partition, delta, a, outers[0].shape)]
+    joined = [*outers, *others]
+    return joined[0] if len(joined) == 1 else Sum(joined)

@@ -1,0 +1,248 @@
+"""Where the batch is in a tensor, and where an operation takes it.
+
+A tensor that carries the batch has a `Layout`: its dimension `dim` is, in row-major order, `[outer, batch, inner]`
+flattened. A plain batch-first tensor has `dim=0, outer=inner=1`; attention's `[time·batch, features]` has `outer=time`;
+`[batch·windows, …]` has `inner=windows`. Following the layout from operation to operation is what lets a rule say which
+row of a matrix product belongs to which sample, however the model folds its tensors.
+
+Where an operation is unknown and its shapes do not settle the question, the answer is `Lost`, never a guess: a parameter
+that meets such a tensor is an error that names the operation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Layout(NamedTuple):
+    """The batch of `batch` samples sits in dimension `dim`, which is `[outer, batch, inner]` flattened."""
+
+    batch: int
+    dim: int = 0
+    outer: int = 1
+    inner: int = 1
+
+    @property
+    def plain(self) -> bool:
+        return self.outer == self.inner == 1
+
+    @property
+    def size(self) -> int:
+        return self.outer * self.batch * self.inner
+
+
+class Lost(NamedTuple):
+    """The tensor depends on the batch, but which part of it belongs to which sample is not known."""
+
+    why: str
+
+
+Where = Layout | Lost
+
+
+def samples(t: Tensor, at: Layout) -> Tensor:
+    """The tensor with the batch in front: `[batch, …before, (outer, inner,) …after]`."""
+    if at.plain:
+        return t.movedim(at.dim, 0) if at.dim else t
+    return t.unflatten(at.dim, (at.outer, at.batch, at.inner)).movedim(at.dim + 1, 0)
+
+
+def rows(t: Tensor, at: Layout, features: int = 1) -> Tensor:
+    """`[batch, rows, …features]`: everything of a sample that is not one of the last `features` dimensions is a row."""
+    t = samples(t, at)
+    tail = t.shape[t.dim() - features :]
+    return t.reshape(at.batch, math.prod(t.shape[1 : t.dim() - features]), *tail)
+
+
+def narrow(t: Tensor, at: Layout, start: int, stop: int) -> Tensor:
+    """The samples `start:stop` alone, in the same layout."""
+    if at.plain:
+        return t.narrow(at.dim, start, stop - start)
+    part = t.unflatten(at.dim, (at.outer, at.batch, at.inner)).narrow(at.dim + 1, start, stop - start)
+    return part.flatten(at.dim, at.dim + 2)
+
+
+# ---- propagation: one small function per kind of operation -------------------------------------------------------------
+
+Propagate = Callable[[Layout, Tensor, Tensor, Sequence[Any], dict[str, Any]], Where | None]
+_PROPAGATE: dict[Any, Propagate] = {}
+_OURS = ("__function__", "__index__", "input", "self")  # beside the operation's own options
+
+
+def _for(*functions: Any) -> Callable[[Propagate], Propagate]:
+    def add(rule: Propagate) -> Propagate:
+        for function in functions:
+            _PROPAGATE[function] = rule
+        return rule
+
+    return add
+
+
+def _named(*names: str) -> Iterator[Any]:
+    """Every spelling of an operation: `torch.x`, `Tensor.x`, `F.x`."""
+    for name in names:
+        for home in (torch, Tensor, F):
+            if hasattr(home, name):
+                yield getattr(home, name)
+
+
+ELEMENTWISE = frozenset(
+    _named(
+        *("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "pow", "where", "maximum", "minimum"),
+        *("add_", "sub_", "mul_", "div_", "__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "rsub"),
+        *("__mul__", "__rmul__", "__imul__", "__truediv__", "__rtruediv__", "__itruediv__", "__pow__", "__rpow__"),
+        *("addcmul", "addcdiv", "lerp", "fmax", "fmin", "atan2", "hypot", "logaddexp", "__rdiv__", "__div__", "__idiv__"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"),
+        *("logical_and", "logical_or", "__and__", "__or__", "clamp", "clip", "masked_fill"),
+    )
+)
+
+
+def _broadcast(at: Layout, x: Tensor, out: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Where | None:
+    dim = at.dim + out.dim() - x.dim()
+    return at._replace(dim=dim) if out.shape[dim] == at.size else None
+
+
+_for(*ELEMENTWISE)(_broadcast)
+
+
+@_for(*_named("reshape", "view", "flatten", "unflatten", "ravel", "reshape_as", "view_as", "squeeze", "unsqueeze"))
+def _reshape(at: Layout, x: Tensor, out: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Where | None:
+    before = math.prod(x.shape[: at.dim]) * at.outer  # row-major order is [before, batch, after], whatever the shape
+    passed = 1
+    for dim, size in enumerate(out.shape):
+        if before % passed == 0:
+            outer = before // passed
+            if size and size % (outer * at.batch) == 0 if at.batch else size == 0:
+                return Layout(at.batch, dim, outer, size // (outer * at.batch) if at.batch else 1)
+        passed *= size
+    return None
+
+
+@_for(*_named("sum", "mean", "amax", "amin", "prod", "logsumexp", "norm", "std", "var", "max", "min", "argmax", "argmin"))
+@_for(*_named("all", "any", "nansum", "nanmean", "count_nonzero", "median"))
+def _reduce(at: Layout, x: Tensor, out: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Where | None:
+    """A tiny tensor of the same rank, whose only dimension of size 2 is the batch's, shows where the batch goes."""
+    if any(isinstance(a, Tensor) for a in args[1:]):  # torch.max(a, b) is elementwise
+        return _broadcast(at, x, out, args, kwargs)
+    options = {k: v for k, v in kwargs.items() if k not in (*_OURS, "dtype", "out")}
+    stand_in = torch.ones([2 if dim == at.dim else 1 for dim in range(x.dim())])
+    shown = kwargs["__function__"](stand_in, *args[1:], **options)
+    shape = (shown if isinstance(shown, Tensor) else shown[0]).shape
+    return at._replace(dim=list(shape).index(2)) if 2 in shape else None
+
+
+@_for(*_named("transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "adjoint", "select", "unbind"))
+@_for(*(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH")), Tensor.__getitem__)
+def _move(at: Layout, x: Tensor, out: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Where | None:
+    """Data that only moves: do the same to a tensor that holds its own batch index (of no memory: all strides but one are 0)."""
+    size = max(at.size, 2)  # a size of 1 has no stride to follow
+    shape = [size if dim == at.dim else n for dim, n in enumerate(x.shape)]
+    index = torch.arange(size, device=x.device).view([-1 if dim == at.dim else 1 for dim in range(x.dim())]).expand(shape)
+    options = {k: v for k, v in kwargs.items() if k not in _OURS}
+    moved = kwargs["__function__"](index, *args[1:], **options)
+    moved = moved if isinstance(moved, Tensor) else moved[0]
+    is_view = moved.untyped_storage().data_ptr() == index.untyped_storage().data_ptr()
+    for dim, n in enumerate(moved.shape):
+        if n == size:
+            if is_view and moved.stride(dim) == 1 and moved.storage_offset() == 0:
+                return at._replace(dim=dim)
+            kept = torch.arange(size, device=x.device).view([-1 if d == dim else 1 for d in range(moved.dim())])
+            if not is_view and torch.equal(moved, kept.expand_as(moved)):
+                return at._replace(dim=dim)
+    return None
+
+
+@_for(*_named("stack"))
+def _stack(at: Layout, x: Tensor, out: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Where | None:
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % out.dim()
+    return at._replace(dim=at.dim + (dim <= at.dim))
+
+
+@_for(*_named("cat", "concat", "concatenate", "cumsum", "cumprod", "softmax", "log_softmax"))
+def _along(at: Layout, x: Tensor, out: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Where | None:
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    return None if dim is not None and dim % x.dim() == at.dim else _default(at, x, out, args, kwargs)
+
+
+@_for(*_named("matmul", "mm", "bmm", "__matmul__", "__rmatmul__"))
+def _matmul(at: Layout, x: Tensor, out: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Where | None:
+    first = args[0] is x
+    if kwargs["__function__"] is Tensor.__rmatmul__:
+        first = not first
+    contracted = x.dim() - 1 if first else max(x.dim() - 2, 0)
+    if at.dim == contracted:
+        return None
+    other = args[1] if args[0] is x else args[0]
+    from_right = x.dim() - at.dim - (1 if first and other.dim() == 1 else 0)  # a vector on the right drops the last dimension
+    dim = out.dim() - from_right
+    return at._replace(dim=dim) if 0 <= dim < out.dim() and out.shape[dim] == at.size else None
+
+
+@_for(torch.einsum)
+def _einsum(at: Layout, x: Tensor, out: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Where | None:
+    if not isinstance(args[0], str) or "." in args[0] or "->" not in args[0]:
+        return _default(at, x, out, args, kwargs)
+    inputs, output = args[0].replace(" ", "").split("->")
+    operands = args[1] if isinstance(args[1], list | tuple) else args[1:]
+    for letters, operand in zip(inputs.split(","), operands, strict=True):
+        if operand is x:
+            return at._replace(dim=output.index(letters[at.dim])) if letters[at.dim] in output else None
+    return None
+
+
+@_for(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+def _recurrent(at: Layout, x: Tensor, out: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Where | None:
+    """The sequence keeps its order; the final states are `[layers, batch, features]`."""
+    batch_first = len(args) > 8 and args[8]
+    return Layout(at.batch, 0 if kwargs["__index__"] == 0 and batch_first else 1) if at.plain else None
+
+
+@_for(F.embedding_bag)
+def _bags(at: Layout, x: Tensor, out: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Where | None:
+    return Layout(out.shape[0])  # a bag is a sample
+
+
+def _default(at: Layout, x: Tensor, out: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Where | None:
+    """An operation of no known kind: the batch stays where it was if the sizes say so."""
+    if out.dim() == x.dim() and out.shape[at.dim] == at.size:
+        return at
+    if at.dim == 0 and out.dim() and out.shape[0] == at.size:
+        return at
+    return None
+
+
+def propagate(
+    function: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    batched: Sequence[tuple[Tensor, Layout]],
+    out: Tensor,
+    index: int = 0,
+) -> Where:
+    """Where the batch is in `out`, output `index` of `function(*args, **kwargs)`, given where it is in the batched arguments."""
+    rule = _PROPAGATE.get(function, _default)
+    found: set[Where] = set()
+    for x, at in batched:
+        there = rule(at, x, out, args, {**kwargs, "__function__": function, "__index__": index})
+        if there is None:
+            return Lost(f"{name_of(function)} takes {tuple(x.shape)} to {tuple(out.shape)}")
+        found.add(there)
+    if len(found) > 1:
+        return Lost(
+            f"{name_of(function)} combines tensors that carry the batch in different places ({', '.join(map(str, found))})"
+        )
+    return found.pop()
+
+
+def name_of(function: Any) -> str:
+    """A readable name for a torch function, method or property."""
+    owner = getattr(function, "__self__", None)
+    name = getattr(function, "__name__", str(function))
+    return getattr(owner, "__name__", name) if name == "__get__" else name

@@ -1,0 +1,166 @@
+"""The books: for every parameter, the sums over samples since its gradient was last cleared.
+
+A *window* is one call of `backward()`. Within it, all uses of a parameter are added up per sample before squaring; between
+windows, sums and counts add up (micro-batches), until the gradient is cleared, by whatever route.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from varreg.moments.contribution import Contribution, combine
+
+
+@dataclass(frozen=True)
+class Moments:
+    r"""Mean and variance of the per-sample gradients of one parameter (paper, section 4 and S2.2).
+
+    With \(S=\sum_i c_i\) and \(W=\sum_u C_u^2/n_u\) over K groups of the m samples (K = m is the exact case):
+
+    $$\bar g = S, \qquad v^2 = \frac{m-1}{K-1}\,(mW - S^2), \qquad \rho = v^2/\bar g^2$$
+
+    for a loss that is a mean over samples; for a sum, \(\bar g\) is divided by m and \(v^2\) by m². For K = m this is
+    \(v^2=\frac1m\sum_i(g_i-\bar g)^2\) to the letter; for fewer groups it has the same expectation when samples are
+    independent and alike. ρ depends neither on the reduction nor on any loss scale.
+    """
+
+    count: int
+    """m: samples since gradients were last cleared, over all micro-batches."""
+    groups: int
+    """K: groups whose spread was measured; the same as `count` in the exact case."""
+    total: Tensor
+    """S: the sum of all contributions, which is what `backward()` added to `p.grad`."""
+    square: Tensor
+    """W: the sum of the squared contributions of the groups, each over its number of samples."""
+    reduction: str = "mean"
+
+    @property
+    def mean(self) -> Tensor:
+        """ḡ = (1/m) Σ g_i."""
+        return self.total / self._scale
+
+    @property
+    def second_moment(self) -> Tensor:
+        """(1/m) Σ g_i²; with groups, its estimate v² + ḡ²."""
+        if self.groups == self.count:
+            return self.square * (self.count / self._scale**2)
+        return self.variance + self.mean.square()
+
+    @property
+    def variance(self) -> Tensor:
+        """v² = (1/m) Σ (g_i − ḡ)², never negative. One sample has 0; one *group* of several samples says nothing: nan."""
+        if self.count == 1:
+            return torch.zeros_like(self.square)
+        if self.groups < 2:
+            return torch.full_like(self.square, torch.nan)
+        factor = (self.count - 1) / (self.groups - 1) / self._scale**2
+        return (self.square * self.count).sub_(self.total.square()).clamp_(min=0).mul_(factor)
+
+    @property
+    def rho(self) -> Tensor:
+        """ρ = v²/ḡ², the scale-free variance (S2.3). 0/0 is nan and v²/0 is inf: the regularizer knows what to do with both."""
+        return self.variance / self.mean.square()
+
+    @property
+    def _scale(self) -> int:
+        return 1 if self.reduction == "mean" else self.count
+
+
+class Ledger:
+    """The sums of one parameter. Holds no reference to the parameter itself."""
+
+    def __init__(self, name: str, reduction: str):
+        self.name, self.reduction = name, reduction
+        self.served: dict[str, None] = {}  # names of the rules that served it, in order of appearance
+        self.touches = 0  # uses seen in forward passes since the last window closed: an upper bound on what is to come
+        self.shared = False  # more than one use was seen in one window: always wait for all of them
+        self.pending: list[Contribution] = []
+        self.in_window = False
+        self.checked = False
+        self._restart()
+
+    def _restart(self) -> None:
+        self.epoch = object()  # changes whenever sums restart
+        self.count = self.groups = 0
+        self.total: Tensor | None = None
+        self.square: Tensor | None = None
+        self._version: int | None = None  # of p.grad when the last window closed; None: there was no p.grad
+
+    def cleared(self, p: Tensor) -> bool:
+        """Were gradients cleared since the last window? By None, or by zeros written over a gradient that was not zero."""
+        if p.grad is None:
+            return self._version is not None
+        if self.total is None or self._version is None or p.grad._version == self._version:
+            return False
+        return not bool(p.grad.any()) and bool(self.total.any())
+
+    def open(self, p: Tensor) -> None:
+        """A window begins for this parameter."""
+        if not self.in_window:
+            if p.grad is None or self.cleared(p):
+                self._restart()
+            self.in_window = True
+
+    def add(self, contribution: Contribution, dtype: torch.dtype) -> Tensor | None:
+        """Take a use's contributions; returns their sum, which is the gradient to hand on."""
+        if self.pending and self.pending[0].partition != contribution.partition:
+            raise RuntimeError(
+                f"varreg: in one backward(), parameter '{self.name}' was used for {self.pending[0].partition.batch} samples and for "
+                f"{contribution.partition.batch}: samples cannot be matched. Call backward() once for each batch."
+            )
+        if self.shared or self.touches > 1 or self.pending:
+            self.pending.append(contribution)
+            total = contribution.total()
+        else:
+            total = self._enter(contribution)
+        return None if total is None else total.to(dtype)
+
+    def _enter(self, contribution: Contribution) -> Tensor | None:
+        total, square = contribution.sums()
+        if total is not None and square is not None:
+            self.total = total if self.total is None else self.total + total
+            self.square = square if self.square is None else self.square.add_(square)
+        self.count += contribution.partition.batch
+        self.groups += contribution.partition.groups
+        return total
+
+    def close(self, p: Tensor) -> None:
+        """The window ends: square what had to wait, and note the state of `p.grad`."""
+        if self.pending:
+            self.shared |= len(self.pending) > 1
+            self._enter(combine(self.pending))
+            self.pending = []
+        self.touches = 0
+        self.in_window = False
+        self._version = None if p.grad is None else p.grad._version
+
+    def read(self, p: Tensor) -> Moments | None:
+        if self.count == 0 or self.total is None or self.square is None or self.cleared(p):
+            return None
+        return Moments(self.count, self.groups, self.total, self.square, self.reduction)
+
+
+LEDGERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Every observed parameter's ledger."""
+
+
+def moments(p: Tensor) -> Moments | None:
+    """The moments of the per-sample gradients of parameter `p`, after `backward()`; None where nothing was observed.
+
+    They are sums over everything since the gradient was last cleared, as `p.grad` is, and are not touched by what happens to
+    `p.grad` after `backward()`: clipping or unscaling leaves them as they were.
+
+    >>> import torch, varreg
+    >>> layer = torch.nn.Linear(1, 1, bias=False)
+    >>> observer = varreg.observe(layer)
+    >>> layer(torch.tensor([[1.0], [2.0], [6.0]])).mean().backward()
+    >>> m = varreg.moments(layer.weight)
+    >>> m.count, m.mean.item(), round(m.variance.item(), 4)  # gradients 1, 2, 6: variance 14/3
+    (3, 3.0, 4.6667)
+    """
+    ledger = LEDGERS.get(p)
+    return None if ledger is None else ledger.read(p)

@@ -1,0 +1,179 @@
+"""Rules for RNN, GRU and LSTM, as layers and as cells.
+
+The native kernels do not give the gradients of the gates. The backward pass runs the recurrence once more, step by step,
+with a zero tensor added to each gate's input: the gradient of that zero is δ, and a weight's contributions are Σ_t δ_t ⊗ a_t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from varreg.moments.contribution import Dense, Outer
+from varreg.moments.rules import Call, Contributions, rule
+
+State = tuple[Tensor, ...]
+Cell = Callable[[Tensor, Tensor, State], State]  # gates from the input, gates from the state, state → new state
+
+
+def _lstm(gi: Tensor, gh: Tensor, state: State) -> State:
+    i, f, g, o = (gi + gh).chunk(4, -1)
+    c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def _gru(gi: Tensor, gh: Tensor, state: State) -> State:
+    (ri, zi, ni), (rh, zh, nh) = gi.chunk(3, -1), gh.chunk(3, -1)
+    z = (zi + zh).sigmoid()
+    n = (ni + (ri + rh).sigmoid() * nh).tanh()
+    return (n + z * (state[0] - n),)
+
+
+def _tanh(gi: Tensor, gh: Tensor, state: State) -> State:
+    return ((gi + gh).tanh(),)
+
+
+def _relu(gi: Tensor, gh: Tensor, state: State) -> State:
+    return ((gi + gh).relu(),)
+
+
+class _Taps:
+    """Zeros added where a matrix product ends, and the activations that went into it."""
+
+    def __init__(self) -> None:
+        self.zeros: list[Tensor] = []
+        self.inputs: list[Tensor] = []
+        self.names: list[tuple[str, str | None]] = []
+
+    def linear(self, x: Tensor, w: Tensor, b: Tensor | None, names: tuple[str, str | None]) -> Tensor:
+        y = F.linear(x, w, b)
+        zero = torch.zeros_like(y, requires_grad=True)
+        self.zeros.append(zero)
+        self.inputs.append(x.detach())
+        self.names.append(names)
+        return y + zero
+
+    def contributions(self, call: Call, outputs: list[Tensor], grads: list[Tensor | None]) -> Contributions:
+        pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
+        deltas = torch.autograd.grad([o for o, _ in pairs], self.zeros, [g for _, g in pairs], allow_unused=True)
+        found: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
+        for zero, delta, x, names in zip(self.zeros, deltas, self.inputs, self.names, strict=True):
+            d = torch.zeros_like(zero) if delta is None else delta
+            for name in names:  # [b, o] of one step or [t, b, o] of all: as [b, t, o]
+                if name in call.wants:
+                    left, right = found.setdefault(str(name), ([], []))
+                    left.append(d.transpose(0, 1) if d.dim() == 3 else d.unsqueeze(1))
+                    right.append(x.transpose(0, 1) if x.dim() == 3 else x.unsqueeze(1))
+        out: Contributions = {}
+        for name, (left, right) in found.items():
+            delta = torch.cat(left, 1)
+            if len(call.shapes[name]) == 1:
+                out[name] = Dense(call.partition, delta.sum(1))
+            else:
+                out[name] = Outer(call.partition, delta, torch.cat(right, 1))
+        return out
+
+
+def _layers(
+    cell: Cell, call: Call, grads: list[Tensor | None], x: Tensor, hx: list[Tensor], params: list[Tensor], has_biases: bool, layers: int,
+    bidirectional: bool, batch_first: bool,
+) -> Contributions:  # fmt: skip
+    taps = _Taps()
+    per = len(params) // (layers * (2 if bidirectional else 1))
+    projected = per - (4 if has_biases else 2)
+    with torch.enable_grad():
+        x = (x.transpose(0, 1) if batch_first else x).detach()
+        finals: list[State] = []
+        for layer in range(layers):
+            ends = []
+            for reverse in (False, True) if bidirectional else (False,):
+                k = len(finals)
+                w_ih, w_hh, *rest = params[k * per : (k + 1) * per]
+                b_ih, b_hh = rest[:2] if has_biases else (None, None)
+                names = [f"params.{k * per + j}" for j in range(per)]
+                state = tuple(h[k].detach() for h in hx)
+                gi = taps.linear(x, w_ih, b_ih, (names[0], names[2] if has_biases else None))
+                steps = []
+                for t in reversed(range(len(x))) if reverse else range(len(x)):
+                    gh = taps.linear(state[0], w_hh, b_hh, (names[1], names[3] if has_biases else None))
+                    state = cell(gi[t], gh, state)
+                    if projected:
+                        state = (taps.linear(state[0], rest[-1], None, (names[-1], None)), *state[1:])
+                    steps.append(state[0])
+                finals.append(state)
+                ends.append(torch.stack(steps[::-1] if reverse else steps))
+            x = torch.cat(ends, -1)
+        output = x.transpose(0, 1) if batch_first else x
+        outputs = [output, *(torch.stack(parts) for parts in zip(*finals, strict=True))]
+        return taps.contributions(call, outputs, grads)
+
+
+def _only_weights(call: Call) -> bool:
+    return all(name.startswith("params.") for name in call.wants)
+
+
+def _register(layer: Any, step: Any, cell: Cell, name: str) -> None:
+    def run(
+        call: Call, grads: list[Tensor | None], input: Tensor, hx: Any, params: Any, has_biases: bool, num_layers: int, dropout: float,
+        train: bool, bidirectional: bool, batch_first: bool,
+    ) -> Contributions:  # fmt: skip
+        states = list(hx) if isinstance(hx, list | tuple) else [hx]
+        return _layers(cell, call, grads, input, states, list(params), has_biases, num_layers, bidirectional, batch_first)
+
+    def run_cell(
+        call: Call,
+        grads: list[Tensor | None],
+        input: Tensor,
+        hx: Any,
+        w_ih: Tensor,
+        w_hh: Tensor,
+        b_ih: Any = None,
+        b_hh: Any = None,
+    ) -> Contributions:
+        taps = _Taps()
+        with torch.enable_grad():
+            state = tuple(h.detach() for h in (hx if isinstance(hx, list | tuple) else [hx]))
+            gi = taps.linear(input.detach(), w_ih, b_ih, ("w_ih", "b_ih"))
+            gh = taps.linear(state[0], w_hh, b_hh, ("w_hh", "b_hh"))
+            return taps.contributions(call, list(cell(gi, gh, state)), grads)
+
+    run.__name__, run_cell.__name__ = name, f"{name}_cell"
+    rule(layer, saves="input hx params", when=_only_weights)(run)
+    rule(step, saves="input hx w_ih w_hh b_ih b_hh", when=lambda call: not {"input", "hx.0", "hx.1", "hx"} & call.wants)(run_cell)
+
+
+_register(torch.lstm, torch.lstm_cell, _lstm, "lstm")
+_register(torch.gru, torch.gru_cell, _gru, "gru")
+_register(torch.rnn_tanh, torch.rnn_tanh_cell, _tanh, "rnn_tanh")
+_register(torch.rnn_relu, torch.rnn_relu_cell, _relu, "rnn_relu")
+
+
+def layer_by_layer(function: Any) -> Callable[..., Any]:
+    """The same stacked recurrent layers, one native call each, so that the dropout between them is an operation of its own."""
+
+    def run(
+        input: Tensor, hx: Any, params: Any, has_biases: bool, num_layers: int, dropout: float, train: bool, bidirectional: bool,
+        batch_first: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        directions = 2 if bidirectional else 1
+        per = len(params) // num_layers
+        x = input.transpose(0, 1) if batch_first else input
+        finals = []
+        for layer in range(num_layers):
+            k = slice(layer * directions, (layer + 1) * directions)
+            state = tuple(h[k] for h in hx) if isinstance(hx, list | tuple) else hx[k]
+            weights = params[layer * per : (layer + 1) * per]
+            x, *final = function(x, state, weights, has_biases, 1, 0.0, train, bidirectional, False)
+            finals.append(final)
+            if layer < num_layers - 1:
+                x = F.dropout(x, dropout, train)
+        return x.transpose(0, 1) if batch_first else x, *(torch.cat(parts) for parts in zip(*finals, strict=True))
+
+    return run
+
+
+STACKED = {function: layer_by_layer(function) for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)}
