@@ -15,14 +15,35 @@ Letters: b samples, u groups, r rows of one sample (time steps, pixels), o and i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 18
-"""Elements of per-group gradients that are worked on at a time: about what stays in a core's cache."""
+CHUNK = 1 << 21
+"""Elements of per-group gradients that are worked on at a time: large enough for full speed, small enough for the cache."""
+_AT_ONCE = 8  # groups that are worked on at a time even if they need more than that, for the sake of parallel matrix products,
+_AT_MOST = 1 << 23  # as long as they need no more elements than this
+_LARGE = 1 << 15  # from here on, adding up group by group beats a reduction over groups
+
+_workspace = threading.local()
+
+
+def scratch(use: str, shape: Sequence[int], like: Tensor) -> Tensor:
+    """An uninitialized tensor for a chunk's work, valid until the next call for the same use.
+
+    On the CPU its memory is kept: fresh memory of this size would be handed out page by page, at the price of the work itself.
+    """
+    numel = math.prod(shape)
+    if like.device.type != "cpu" or numel > _AT_MOST:
+        return like.new_empty(shape)
+    kept: dict[tuple[str, torch.dtype], Tensor] = _workspace.__dict__
+    buffer = kept.get((use, like.dtype))
+    if buffer is None or buffer.numel() < numel:
+        buffer = kept[use, like.dtype] = like.new_empty(numel)
+    return buffer[:numel].view(*shape)
 
 
 class Partition(NamedTuple):
@@ -55,7 +76,10 @@ class Contribution:
         self.shape = shape
 
     def groups(self, first: int, last: int, start: int, n: int) -> Tensor:
-        """C_u for the groups `first:last` of `n` samples each, the first sample being `start`: `[last − first, *shape]`."""
+        """C_u for the groups `first:last` of `n` samples each, the first sample being `start`: `[last − first, *shape]`.
+
+        The caller may overwrite it; it may be scratch memory that the next call overwrites.
+        """
         raise NotImplementedError
 
     def cost(self, n: int) -> int:
@@ -64,7 +88,8 @@ class Contribution:
 
     def chunks(self) -> Iterator[tuple[int, Tensor]]:
         for first, last, start, n in self.partition.runs():
-            step = max(1, CHUNK // max(self.cost(n), 1))
+            cost = max(self.cost(n), 1)
+            step = max(1, CHUNK // cost, min(_AT_ONCE, _AT_MOST // cost))
             for u in range(first, last, step):
                 stop = min(u + step, last)
                 yield n, self.groups(u, stop, start + (u - first) * n, n)
@@ -74,12 +99,17 @@ class Contribution:
         total = square = None
         for n, c in self.chunks():
             c = c.to(stat_dtype(c.dtype))
-            s = c.sum(0) if len(c) > 1 else c[0].clone()
-            w = c.square_().sum(0) if len(c) > 1 else c.square_()[0]
-            if n > 1:
-                w = w / n
-            total = s if total is None else total.add_(s)
-            square = w if square is None else square.add_(w)
+            if c[0].numel() < _LARGE:
+                s, w = c.sum(0), c.square_().sum(0)
+                w = w.div_(n) if n > 1 else w
+                total = s if total is None else total.add_(s)
+                square = w if square is None else square.add_(w)
+            else:
+                if total is None or square is None:
+                    total, square = c.new_zeros(self.shape), c.new_zeros(self.shape)
+                for one in c:
+                    total.add_(one)
+                    square.addcmul_(one, one, value=1 / n)
         return total, square
 
     def total(self) -> Tensor | None:
@@ -92,7 +122,7 @@ class Contribution:
 
     def all_groups(self) -> Tensor:
         """C_u for every group: `[groups, *shape]`. Of the size groups × parameter: only for tensors that need it."""
-        return torch.cat([c for _, c in self.chunks()])
+        return torch.cat([c.clone() for _, c in self.chunks()])
 
 
 class Dense(Contribution):
@@ -105,6 +135,12 @@ class Dense(Contribution):
     def groups(self, first: int, last: int, start: int, n: int) -> Tensor:
         part = self.values[start : start + (last - first) * n]
         return part.unflatten(0, (last - first, n)).sum(1) if n > 1 else part.clone()
+
+    def sums(self) -> tuple[Tensor | None, Tensor | None]:
+        if not self.partition.batch or self.partition.groups != self.partition.batch:
+            return super().sums()
+        values = self.values.to(stat_dtype(self.values.dtype))
+        return values.sum(0), values.square().sum(0)
 
 
 class Grouped(Contribution):
@@ -128,7 +164,8 @@ class Outer(Contribution):
     def groups(self, first: int, last: int, start: int, n: int) -> Tensor:
         part = slice(start, start + (last - first) * n)
         delta, a = (t[part].reshape(last - first, n * t.shape[1], t.shape[2]) for t in (self.delta, self.a))
-        return torch.bmm(delta.transpose(1, 2), a).view(last - first, *self.shape)
+        out = scratch("gradients", (last - first, delta.shape[2], a.shape[2]), delta)
+        return torch.bmm(delta.transpose(1, 2), a, out=out).view(last - first, *self.shape)
 
     def sums(self) -> tuple[Tensor | None, Tensor | None]:
         if self.delta.shape[1] != 1 or self.partition.groups != self.partition.batch or not self.partition.batch:
@@ -170,9 +207,9 @@ class Sum(Contribution):
         self.parts = parts
 
     def groups(self, first: int, last: int, start: int, n: int) -> Tensor:
-        out = self.parts[0].groups(first, last, start, n)
+        out = self.parts[0].groups(first, last, start, n).clone()
         for part in self.parts[1:]:
-            out = out + part.groups(first, last, start, n)
+            out += part.groups(first, last, start, n)
         return out
 
     def cost(self, n: int) -> int:

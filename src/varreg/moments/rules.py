@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from varreg.moments.contribution import Contribution, Dense, Lazy, Outer, Partition
+from varreg.moments.contribution import Contribution, Dense, Lazy, Outer, Partition, scratch, stat_dtype
 from varreg.moments.layout import Layout, rows, samples
 
 Contributions = dict[str, Contribution]
@@ -186,9 +186,10 @@ def _conv_weight(
     def make(first: int, last: int, start: int, n: int) -> Tensor:
         part = slice(start * images, (start + (last - first) * n) * images)
         chunk = F.pad(x[part], pads) if any(pads) else x[part]
-        a = _windows(chunk, kernel, space, stride, dilation).reshape(-1, i, r)  # b·g, i, r
+        windows = _windows(chunk, kernel, space, stride, dilation)
+        a = scratch("windows", windows.shape, x).copy_(windows).view(-1, i, r)  # b·g, i, r
         delta = dy[part].reshape(-1, features, r)  # b·g, o, r
-        c = torch.bmm(delta, a.transpose(1, 2))
+        c = torch.bmm(delta, a.transpose(1, 2), out=scratch("gradients", (len(a), features, i), x))
         if n * images > 1:
             c = c.view(last - first, n * images, -1).sum(1)
         return c.view(last - first, *shape)
@@ -298,7 +299,7 @@ class SparseRows(Lazy):
         if not self.partition.batch:
             return None, None
         vocabulary, features = self.shape
-        dtype = torch.promote_types(self.dy.dtype, torch.float32)
+        dtype = stat_dtype(self.dy.dtype)
         sizes = [n for first, last, _, n in self.partition.runs() for _ in range(last - first)]
         n = torch.tensor(sizes, device=self.ids.device)
         group = torch.arange(len(sizes), device=self.ids.device).repeat_interleave(n)

@@ -75,15 +75,15 @@ def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
                     yield b
 
 
-def swap(args: Sequence[Any], kwargs: dict[str, Any], new: dict[int, Tensor]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments with some tensors, named by their id, replaced."""
+def replaced(value: Any, new: dict[int, Any]) -> Any:
+    """An argument with some tensors, named by their id, replaced; also those in a list or tuple."""
+    if isinstance(value, Tensor):
+        return new.get(id(value), value)
+    return type(value)([replaced(v, new) for v in value]) if type(value) in (list, tuple) else value
 
-    def one(a: Any) -> Any:
-        if isinstance(a, Tensor):
-            return new.get(id(a), a)
-        return type(a)(one(b) for b in a) if type(a) in (list, tuple) else a
 
-    return [one(a) for a in args], {k: one(v) for k, v in kwargs.items()}
+def swap(args: Sequence[Any], kwargs: dict[str, Any], new: dict[int, Any]) -> tuple[list[Any], dict[str, Any]]:
+    return [replaced(a, new) for a in args], {k: replaced(v, new) for k, v in kwargs.items()}
 
 
 def without_override_check(function: types.FunctionType) -> Callable[..., Any]:
@@ -199,7 +199,8 @@ class Tracer(TorchFunctionMode):
         if ledger := self.observer.ledger(t):
             return [(t, ledger)]
         found: dict[int, tuple[Tensor, Ledger]] = {}
-        seen, stack = set(), [t.grad_fn]
+        seen: set[Any] = set()
+        stack = [t.grad_fn]
         while stack:
             node = stack.pop()
             if node is None or node in seen:
@@ -234,7 +235,7 @@ class Tracer(TorchFunctionMode):
         tracked: list[Tensor],
     ) -> Any:  # fmt: skip
         bound = rule.bind(args, kwargs)
-        flat = dict(flatten(bound))
+        flat = flatten(bound)
         params = {id(t): t for t in tracked}
         wants = frozenset(name for name, t in flat.items() if id(t) in params)
         detached = {i: t.detach() for i, t in params.items()}
@@ -251,14 +252,16 @@ class Tracer(TorchFunctionMode):
         call = Call(wants, {n: t.shape for n, t in flat.items()}, layouts, places[0], partition)
         if not rule.when(call):
             return None
-        keep = {name: detached.get(id(t), t) for name, t in flat.items() if name.split(".")[0] in rule.saves}
+        keep = {name: detached.get(id(t), t) for name, t in flat.items() if name.partition(".")[0] in rule.saves}
+        names = tuple(keep)
         order = [name for name in flat if name in wants]
-        pulled = {name: self.target(flat[name], rule.name) for name in order}
+        targets = [(name, self.target(flat[name], rule.name)) for name in order]
+        bound = without_tensors(bound)
 
         def contributions(grads: list[Tensor | None], saved: Sequence[Tensor]) -> list[tuple[Target, Contribution | None]]:
-            values = unflatten(bound, dict(zip(keep, saved, strict=True)))
+            values = refill(bound, dict(zip(names, saved, strict=True)))
             found = rule.run(call, grads, **values) if any(g is not None for g in grads) else {}
-            return [(pulled[name], found.get(name)) for name in order]
+            return [(target, found.get(name)) for name, target in targets]
 
         used = Use.apply(contributions, len(outs), len(order), *outs, *(flat[n] for n in order), *keep.values())
         for t, where in zip(used, places, strict=True):
@@ -335,28 +338,39 @@ class Tracer(TorchFunctionMode):
         return out
 
 
-def flatten(bound: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def flatten(bound: dict[str, Any]) -> dict[str, Tensor]:
     """Tensor arguments by name; the elements of a list as `name.0`, `name.1`, …"""
+    flat = {}
     for name, value in bound.items():
         if isinstance(value, Tensor):
-            yield name, value
+            flat[name] = value
         elif isinstance(value, list | tuple):
-            for i, v in enumerate(value):
-                if isinstance(v, Tensor):
-                    yield f"{name}.{i}", v
+            flat |= {f"{name}.{i}": v for i, v in enumerate(value) if isinstance(v, Tensor)}
+    return flat
 
 
-def unflatten(bound: dict[str, Any], saved: dict[str, Tensor]) -> dict[str, Any]:
-    """The arguments again, with the tensors that were kept, and None for those that were not."""
+def without_tensors(bound: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with None for each tensor, so that keeping them keeps no memory."""
+    return {
+        name: None
+        if isinstance(v, Tensor)
+        else [None if isinstance(u, Tensor) else u for u in v]
+        if isinstance(v, list | tuple)
+        else v
+        for name, v in bound.items()
+    }
 
-    def one(name: str, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return saved.get(name)
-        if isinstance(value, list | tuple):
-            return [one(f"{name}.{i}", v) for i, v in enumerate(value)]
-        return value
 
-    return {name: one(name, value) for name, value in bound.items()}
+def refill(bound: dict[str, Any], saved: dict[str, Tensor]) -> dict[str, Any]:
+    """The arguments again, with the tensors that were saved, and None for those that were not."""
+    full = dict(bound)
+    for name, t in saved.items():
+        base, dot, index = name.partition(".")
+        if dot:
+            full[base] = [t if i == int(index) else v for i, v in enumerate(full[base])]
+        else:
+            full[base] = t
+    return full
 
 
 class Target:
@@ -466,22 +480,12 @@ class Repetition:
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], batched: list[tuple[Tensor, Layout]], tracked: list[Tensor],
         targets: list[Target], where: str,
     ):  # fmt: skip
-        place = {id(t): i for i, t in enumerate([*(t for t, _ in batched), *tracked])}
         self.func, self.targets, self.where = func, targets, where
         self.layouts = [at for _, at in batched]
-        self.args, self.kwargs = swap(args, kwargs, {})
-        self._template = (
-            self._map(args, lambda t: place.get(id(t), t)),
-            {k: self._map([v], lambda t: place.get(id(t), t))[0] for k, v in kwargs.items()},
-        )
-        del self.args, self.kwargs
+        slots = {id(t): _Slot(i) for i, t in enumerate([*(t for t, _ in batched), *tracked])}
+        self.args, self.kwargs = swap(args, kwargs, slots)
         self.partition = Partition(0, 0)
         self.grads: dict[int, tuple[Tensor, Layout]] = {}
-
-    @staticmethod
-    def _map(args: Sequence[Any], one: Callable[[Any], Any]) -> list[Any]:
-        return [_Slot(one(a)) if isinstance(a, Tensor) else type(a)(_Slot(one(b)) if isinstance(b, Tensor) else b for b in a)
-                if type(a) in (list, tuple) else a for a in args]  # fmt: skip
 
     def watch(self, index: int, out: Tensor, at: Layout) -> None:
         grads = self.grads
@@ -504,24 +508,22 @@ class Repetition:
         return [torch.stack(r) for r in rows]
 
     def _one(self, tensors: list[Tensor], tracked: list[Tensor], a: int, b: int) -> list[Tensor]:
-        def fill(x: Any) -> Any:
-            if isinstance(x, _Slot):
-                return tensors[x.value] if isinstance(x.value, int) else x.value
-            return type(x)(fill(y) for y in x) if type(x) in (list, tuple) else x
-
         with torch.enable_grad():
-            out = self.func(*(fill(x) for x in self._template[0]), **{k: fill(v) for k, v in self._template[1].items()})
+            out = self.func(*(_filled(x, tensors) for x in self.args), **{k: _filled(v, tensors) for k, v in self.kwargs.items()})
             outs = [t for t in ([out] if isinstance(out, Tensor) else out) if isinstance(t, Tensor)]
             pairs = [(outs[i], narrow(g, at, a, b)) for i, (g, at) in self.grads.items()]
             grads = torch.autograd.grad([o for o, _ in pairs], tracked, [g for _, g in pairs], allow_unused=True)
         return [torch.zeros_like(t) if g is None else g for t, g in zip(tracked, grads, strict=True)]
 
 
-class _Slot:
-    """A tensor's place in the arguments of a repeated call: a number, or the constant itself."""
+class _Slot(int):
+    """A tensor's place in the arguments of a repeated call."""
 
-    def __init__(self, value: Any):
-        self.value = value
+
+def _filled(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, _Slot):
+        return tensors[value]
+    return type(value)([_filled(v, tensors) for v in value]) if type(value) in (list, tuple) else value
 
 
 class Repeat(torch.autograd.Function):
