@@ -201,7 +201,7 @@ def _einsum(at: Layout, x: Tensor, out: Tensor, args: Sequence[Any], kwargs: dic
 def _recurrent(at: Layout, x: Tensor, out: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Where | None:
     """The sequence keeps its order; the final states are `[layers, batch, features]`."""
     batch_first = len(args) > 8 and args[8]
-    return Layout(at.batch, 0 if kwargs["__index__"] == 0 and batch_first else 1) if at.plain else None
+    return Layout(at.batch, 0 if kwargs["__index__"] == 0 and batch_first else 1)
 
 
 @_for(F.embedding_bag)
@@ -228,17 +228,23 @@ def propagate(
 ) -> Where:
     """Where the batch is in `out`, output `index` of `function(*args, **kwargs)`, given where it is in the batched arguments."""
     rule = _PROPAGATE.get(function, _default)
-    found: set[Where] = set()
+    if rule in (_move, _reduce):  # these follow their first argument; another one is an index
+        moving = [(x, at) for x, at in batched if args and x is args[0] or x is kwargs.get("input")]
+        rule, batched = (rule, moving) if moving else (_default, batched)
+    found: dict[Where, None] = {}
+    why = None
     for x, at in batched:
         there = rule(at, x, out, args, {**kwargs, "__function__": function, "__index__": index})
         if there is None:
-            return Lost(f"{name_of(function)} takes {tuple(x.shape)} to {tuple(out.shape)}")
-        found.add(there)
-    if len(found) > 1:
-        return Lost(
-            f"{name_of(function)} combines tensors that carry the batch in different places ({', '.join(map(str, found))})"
-        )
-    return found.pop()
+            why = f"{name_of(function)} takes {tuple(x.shape)} to {tuple(out.shape)}"
+        else:
+            found[there] = None
+    if why is None and len(found) == 1:
+        return next(iter(found))
+    if all(at.batch == 1 for _, at in batched) and out.dim():
+        return Layout(1, 0, 1, out.shape[0])  # everything belongs to the only sample
+    places = ", ".join(map(str, found))
+    return Lost(why or f"{name_of(function)} combines tensors that carry the batch in different places ({places})")
 
 
 def name_of(function: Any) -> str:

@@ -116,7 +116,6 @@ class Observer:
         for p, ledger in self._known.values():
             if LEDGERS.get(p) is ledger:
                 del LEDGERS[p]
-        self._known = {}
 
     def __enter__(self) -> Observer:
         return self
@@ -136,7 +135,7 @@ class Observer:
         if self.batch_norm == "contribution" and any(isinstance(m, _BATCH_NORM) for m in self.model.modules()):
             kind += " (contributions: BatchNorm)"
         for name, p in self.model.named_parameters():
-            ledger = self.ledger(p)
+            ledger = self._known[id(p)][1] if id(p) in self._known else None
             if not p.requires_grad:
                 rows.append((name, tuple(p.shape), "-", "frozen"))
                 continue
@@ -221,16 +220,22 @@ class Observer:
             torch.autograd.Variable._execution_engine.queue_callback(self._close)
             self._queued = True
 
-    def _close(self) -> None:
+    def abort(self) -> None:
+        """The backward pass fails: what arrived stays counted, as what it added to `p.grad` does, and the window is over."""
+        self._close(check=False)
+
+    def _close(self, check: bool = True) -> None:
         window, self._window, self._queued = self._window, {}, False
         for p, ledger in window.values():
             ledger.close(p)
-            _check_whole(p, ledger)
+            if check:
+                _check_whole(p, ledger)
         self._recalled = {}
 
     # ---- hooks -------------------------------------------------------------------------------------------------------
 
     def _learn(self) -> None:
+        """Take stock of the model's parameters, which may have been replaced."""
         self._names = {m: name for name, m in self.model.named_modules()}
         known = {}
         for name, p in self.model.named_parameters():
@@ -266,7 +271,7 @@ class Observer:
         if again:
             self._queue()
         elif self._queued or self._window:  # an earlier backward pass failed and never closed its window
-            self._close()
+            self.abort()
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         recalled = self._recalled.get(module) if again else None
         self.tracer.recount = not again
@@ -342,7 +347,7 @@ class Observer:
                     )
             return [(target, Dense(partition, found[name])) for name, target in targets.items()]
 
-        used: Tensor = Use.apply(contributions, 1, len(wanted), output, *wanted.values(), *inputs)[0]
+        used: Tensor = Use.apply(contributions, True, 1, len(wanted), output, *wanted.values(), *inputs)[0]
         mark(used, at)
         return used
 

@@ -2,6 +2,7 @@
 
 The native kernels do not give the gradients of the gates. The backward pass runs the recurrence once more, step by step,
 with a zero tensor added to each gate's input: the gradient of that zero is δ, and a weight's contributions are Σ_t δ_t ⊗ a_t.
+They are measured beside autograd's own gradient, so that outputs and gradients stay those of the native kernels.
 """
 
 from __future__ import annotations
@@ -116,6 +117,10 @@ def _only_weights(call: Call) -> bool:
     return all(name.startswith("params.") for name in call.wants)
 
 
+def _only_cell_weights(call: Call) -> bool:
+    return call.wants <= {"w_ih", "w_hh", "b_ih", "b_hh"}
+
+
 def _register(layer: Any, step: Any, cell: Cell, name: str) -> None:
     def run(
         call: Call, grads: list[Tensor | None], input: Tensor, hx: Any, params: Any, has_biases: bool, num_layers: int, dropout: float,
@@ -142,8 +147,8 @@ def _register(layer: Any, step: Any, cell: Cell, name: str) -> None:
             return taps.contributions(call, list(cell(gi, gh, state)), grads)
 
     run.__name__, run_cell.__name__ = name, f"{name}_cell"
-    rule(layer, saves="input hx params", when=_only_weights)(run)
-    rule(step, saves="input hx w_ih w_hh b_ih b_hh", when=lambda call: not {"input", "hx.0", "hx.1", "hx"} & call.wants)(run_cell)
+    rule(layer, saves="input hx params", when=_only_weights, takes_over=False)(run)
+    rule(step, saves="input hx w_ih w_hh b_ih b_hh", when=_only_cell_weights, takes_over=False)(run_cell)
 
 
 _register(torch.lstm, torch.lstm_cell, _lstm, "lstm")

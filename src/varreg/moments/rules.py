@@ -55,6 +55,10 @@ class Rule(NamedTuple):
     run: Callable[..., Contributions]
     when: Callable[[Call], bool]
     """Does the rule serve this call? If not, the general one does."""
+    forward: Callable[..., Any] | None
+    """What to call in place of the function, for the same result to the last bit when its parameters are detached."""
+    takes_over: bool
+    """Do the contributions replace autograd's own gradient of the parameters? If not, they are measured beside it."""
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         return {**dict(zip(self.names, args, strict=False)), **kwargs}
@@ -64,14 +68,18 @@ RULES: dict[Any, Rule] = {}
 
 
 def rule(
-    *functions: Any, saves: str = "", when: Callable[[Call], bool] = lambda call: True
+    *functions: Any,
+    saves: str = "",
+    when: Callable[[Call], bool] = lambda call: True,
+    forward: Callable[..., Any] | None = None,
+    takes_over: bool = True,
 ) -> Callable[[Callable[..., Contributions]], Callable[..., Contributions]]:
     """Register the decorated function, `rule(call, grads, *the function's own arguments)`, for torch functions."""
 
     def add(run: Callable[..., Contributions]) -> Callable[..., Contributions]:
         names = tuple(inspect.signature(run).parameters)[2:]
         for function in functions:
-            RULES[function] = Rule(run.__name__, names, frozenset(saves.split()), run, when)
+            RULES[function] = Rule(run.__name__, names, frozenset(saves.split()), run, when, forward, takes_over)
         return run
 
     return add
@@ -89,7 +97,21 @@ def _row_sums(call: Call, t: Tensor) -> Dense:
 # ---- matrix products ---------------------------------------------------------------------------------------------------
 
 
-@rule(F.linear, saves="input")
+def _folded_matmul(input: Tensor, other: Tensor) -> Tensor:
+    """x @ W as one matrix product: what torch does when W needs a gradient, and not always when it is detached."""
+    if input.dim() <= 2:
+        return input @ other
+    return (input.reshape(-1, input.shape[-1]) @ other).view(*input.shape[:-1], *other.shape[1:])
+
+
+def _linear_forward(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if input.dim() <= 2 or input.is_contiguous():
+        return F.linear(input, weight, bias)
+    out = _folded_matmul(input, weight.t())
+    return out if bias is None else out.add_(bias)
+
+
+@rule(F.linear, saves="input", forward=_linear_forward)
 def linear(call: Call, grads: list[Tensor], input: Tensor, weight: None, bias: None = None) -> Contributions:
     dy = call.rows(grads[0])
     out: Contributions = {}
@@ -118,6 +140,7 @@ def addmm(
     *(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm),
     saves="input",
     when=lambda call: "input" not in call.wants and len(call.shapes["other"]) <= 2 and len(call.shapes["input"]) > 1,
+    forward=_folded_matmul,
 )
 def matmul(call: Call, grads: list[Tensor], input: Tensor, other: None) -> Contributions:
     """x @ W for a matrix W `[in, out]` or a vector `[in]`."""

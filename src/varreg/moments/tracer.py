@@ -242,8 +242,8 @@ class Tracer(TorchFunctionMode):
         layouts = {name: where for name, t in flat.items() if isinstance(where := mark_of(t), Layout)}
         for t, at in batched:  # those that follow the contract carry no mark
             layouts |= {name: at for name, u in flat.items() if u is t}
-        free_args, free_kwargs = swap(args, kwargs, detached)
-        out = func(*free_args, **free_kwargs)
+        free_args, free_kwargs = swap(args, kwargs, detached if rule.takes_over else {})
+        out = (rule.forward or func)(*free_args, **free_kwargs)
         outs = [out] if isinstance(out, Tensor) else list(out)
         places = [propagate(func, args, kwargs, batched, t, i) for i, t in enumerate(outs)]
         if isinstance(places[0], Lost):
@@ -263,7 +263,7 @@ class Tracer(TorchFunctionMode):
             found = rule.run(call, grads, **values) if any(g is not None for g in grads) else {}
             return [(target, found.get(name)) for name, target in targets]
 
-        used = Use.apply(contributions, len(outs), len(order), *outs, *(flat[n] for n in order), *keep.values())
+        used = Use.apply(contributions, rule.takes_over, len(outs), len(order), *outs, *(flat[n] for n in order), *keep.values())
         for t, where in zip(used, places, strict=True):
             mark(t, where)
         return used[0] if isinstance(out, Tensor) else type(out)(used)
@@ -286,7 +286,7 @@ class Tracer(TorchFunctionMode):
                 or (size == 1 and func in _JOIN and there.size != 1)
             ):
                 self._refuse(func, [t], f"its shape {tuple(t.shape)} fits the batch of {there.batch} nowhere")
-            aligned = size == there.size
+            aligned = size == there.size != 1
             shape = [there.size if d == there.dim else n for d, n in enumerate(padded.shape)]
             target = self.target(t, name_of(func).strip("_"))
             new[id(t)] = Spread.apply(t, target, shape, there, aligned, self.observer.partition(there.batch))
@@ -388,6 +388,13 @@ class Target:
         if not self.leaves or not self.observer.records(node):
             total = contribution.total()
             return None if total is None else total.to(self.dtype)
+        try:
+            return self._take(contribution)
+        except Exception:
+            self.observer.abort()
+            raise
+
+    def _take(self, contribution: Contribution) -> Tensor | None:
         self._open()
         if self.direct:
             return self.leaves[0][1].add(contribution, self.dtype)
@@ -429,10 +436,14 @@ class Use(torch.autograd.Function):
     """Passes a function's outputs on, and takes over the gradients of the parameters that were detached in it."""
 
     @staticmethod
-    def forward(ctx: Any, contributions: Any, n_outputs: int, n_params: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.contributions, ctx.n_outputs, ctx.n_params = contributions, n_outputs, n_params
+    def forward(
+        ctx: Any, contributions: Any, takes_over: bool, n_outputs: int, n_params: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.contributions, ctx.takes_over, ctx.n_outputs, ctx.n_params = contributions, takes_over, n_outputs, n_params
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors[n_outputs + n_params :])
+        saved = tensors[n_outputs + n_params :]
+        ctx.save_for_backward(*saved)
+        ctx.n_saved = len(saved)
         outputs = tuple(t.detach() for t in tensors[:n_outputs])
         ctx.mark_non_differentiable(*(t for t in outputs if not t.is_floating_point()))
         return outputs
@@ -440,13 +451,13 @@ class Use(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         _refuse_second_order()
-        k = ctx.n_outputs
+        first = ctx.n_outputs
         found = ctx.contributions(list(grads), ctx.saved_tensors)
-        # the node's edges skip the inputs that are not tensors
-        edges = ctx.next_functions[k : k + ctx.n_params]
+        edges = ctx.next_functions[first : first + ctx.n_params]  # one per tensor input; other inputs have none
         totals = [None if c is None else target.take(c, edge[0]) for (target, c), edge in zip(found, edges, strict=True)]
-        rest = len(ctx.saved_tensors)
-        return (None, None, None, *grads, *totals, *(None,) * rest)
+        if not ctx.takes_over:
+            totals = [None] * ctx.n_params
+        return (None, None, None, None, *grads, *totals, *(None,) * ctx.n_saved)
 
 
 class Spread(torch.autograd.Function):
