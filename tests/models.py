@@ -191,7 +191,12 @@ CASES: list[Case] = [
     Case("embedding", lambda: nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3)), ids(5)),
     Case("embedding-padding", lambda: nn.Sequential(nn.Embedding(9, 4, padding_idx=2), nn.Linear(4, 3)), ids(5, 2)),
     *(
-        Case(f"embedding-bag-{mode}", lambda m=mode: nn.Sequential(nn.EmbeddingBag(9, 4, mode=m, padding_idx=1), nn.Tanh()), ids(5), vmap=False)
+        Case(
+            f"embedding-bag-{mode}",
+            lambda m=mode: nn.Sequential(nn.EmbeddingBag(9, 4, mode=m, padding_idx=1), nn.Tanh()),
+            ids(5),
+            vmap=False,
+        )
         for mode in ("sum", "mean", "max")
     ),
     Case(
@@ -221,12 +226,22 @@ CASES: list[Case] = [
         normal(5, 8),
     ),
     *(
-        Case(f"{kind.__name__.lower()}{tag}", lambda k=kind, o=options: states(k(4, 3, batch_first=True, **o)), normal(5, 4), vmap=False)
+        Case(
+            f"{kind.__name__.lower()}{tag}",
+            lambda k=kind, o=options: states(k(4, 3, batch_first=True, **o)),
+            normal(5, 4),
+            vmap=False,
+        )
         for kind in (nn.RNN, nn.GRU, nn.LSTM)
         for tag, options in (("", {}), ("-layers", {"num_layers": 2, "bidirectional": True}), ("-no-bias", {"bias": False}))
     ),
     Case("rnn-relu", lambda: states(nn.RNN(4, 3, nonlinearity="relu", batch_first=True)), normal(5, 4), vmap=False),
-    Case("lstm-projection", lambda: states(nn.LSTM(4, 5, 2, proj_size=3, bidirectional=True, batch_first=True)), normal(5, 4), vmap=False),
+    Case(
+        "lstm-projection",
+        lambda: states(nn.LSTM(4, 5, 2, proj_size=3, bidirectional=True, batch_first=True)),
+        normal(5, 4),
+        vmap=False,
+    ),
     Case(
         "lstm-seq-first",
         lambda: Fn(lambda s, x: s.lstm(x.transpose(0, 1))[0].transpose(0, 1), lstm=nn.LSTM(4, 3)),
@@ -258,11 +273,32 @@ CASES: list[Case] = [
     Case("matmul-left", lambda: Fn(lambda s, x: s.w @ x, w=weight(3, 5)), normal(5, 4)),
     Case("matmul-transposed", lambda: Fn(lambda s, x: torch.tanh(x @ s.w.t()) @ s.w, w=weight(4, 3)), normal(5, 3)),
     Case("einsum", lambda: Fn(lambda s, x: torch.einsum("bij,jk->bki", x, s.w), w=weight(4, 3)), normal(5, 4)),
-    Case("addmm", lambda: Fn(lambda s, x: torch.addmm(s.b, x.view(-1, 4), s.w).view(*x.shape[:-1], 3), b=weight(3), w=weight(4, 3)), normal(5, 4)),
-    Case("no-rule", lambda: Fn(lambda s, x: torch.cdist(x, s.w) + s.table[(x[..., 0] > 0).long()], w=weight(3, 4), table=weight(2, 3)), normal(5, 4)),
-    Case("unseen-function", lambda: Fn(lambda s, x: s.b(Square.apply(s.a(x))), a=nn.Linear(4, 3), b=nn.Linear(3, 2)), normal(4), vmap=False),
-    Case("latent-queries", lambda: Fn(lambda s, x: F.scaled_dot_product_attention(s.q.expand(x.shape[0], -1, -1), s.k(x), s.v(x)),
-                                      q=weight(3, 4), k=nn.Linear(4, 4), v=nn.Linear(4, 4)), normal(5, 4)),
+    Case(
+        "addmm",
+        lambda: Fn(lambda s, x: torch.addmm(s.b, x.view(-1, 4), s.w).view(*x.shape[:-1], 3), b=weight(3), w=weight(4, 3)),
+        normal(5, 4),
+    ),
+    Case(
+        "no-rule",
+        lambda: Fn(lambda s, x: torch.cdist(x, s.w) + s.table[(x[..., 0] > 0).long()], w=weight(3, 4), table=weight(2, 3)),
+        normal(5, 4),
+    ),
+    Case(
+        "unseen-function",
+        lambda: Fn(lambda s, x: s.b(Square.apply(s.a(x))), a=nn.Linear(4, 3), b=nn.Linear(3, 2)),
+        normal(4),
+        vmap=False,
+    ),
+    Case(
+        "latent-queries",
+        lambda: Fn(
+            lambda s, x: F.scaled_dot_product_attention(s.q.expand(x.shape[0], -1, -1), s.k(x), s.v(x)),
+            q=weight(3, 4),
+            k=nn.Linear(4, 4),
+            v=nn.Linear(4, 4),
+        ),
+        normal(5, 4),
+    ),
     # uses
     Case("called-twice", lambda: Fn(lambda s, x: s.l(torch.tanh(s.l(x))), l=nn.Linear(4, 4)), normal(4)),
     Case("conv-called-twice", lambda: Fn(lambda s, x: s.c(torch.tanh(s.c(x))), c=nn.Conv2d(3, 3, 2)), normal(3, 5, 5)),
@@ -282,31 +318,78 @@ CASES: list[Case] = [
     Case("spectral-norm", lambda: parametrizations.spectral_norm(nn.Linear(4, 5)).eval(), normal(4)),
     Case(
         "lora",
-        lambda: Fn(lambda s, x: F.linear(x, s.base.weight + s.b @ s.a), base=nn.Linear(4, 3).requires_grad_(False), a=weight(2, 4), b=weight(3, 2)),
+        lambda: Fn(
+            lambda s, x: F.linear(x, s.base.weight + s.b @ s.a),
+            base=nn.Linear(4, 3).requires_grad_(False),
+            a=weight(2, 4),
+            b=weight(3, 2),
+        ),
         normal(4),
     ),
     # where the batch goes
     Case("flattened", lambda: Fn(lambda s, x: s.l(x.view(-1, 4)).view(x.shape[0], -1), l=nn.Linear(4, 3)), normal(5, 4)),
-    Case("time-major", lambda: Fn(lambda s, x: s.l(x.transpose(0, 1).reshape(-1, 4)).view(x.shape[1], -1, 3).transpose(0, 1), l=nn.Linear(4, 3)), normal(5, 4)),
+    Case(
+        "time-major",
+        lambda: Fn(lambda s, x: s.l(x.transpose(0, 1).reshape(-1, 4)).view(x.shape[1], -1, 3).transpose(0, 1), l=nn.Linear(4, 3)),
+        normal(5, 4),
+    ),
     Case("frames", lambda: Fn(lambda s, x: s.c(x.flatten(0, 1)).view(x.shape[0], -1), c=nn.Conv2d(2, 3, 2)), normal(3, 2, 4, 4)),
     Case("windows", lambda: Fn(windows, proj=nn.Linear(3, 3)), normal(4, 6, 3)),
-    Case("vit", lambda: Fn(vit, patch=nn.Linear(4, 8), cls=weight(1, 1, 8), pos=weight(1, 6, 8), block=nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True)), normal(5, 4)),
-    Case("last-step", lambda: Fn(lambda s, x: s.l(x[torch.arange(x.shape[0]), (x[..., 0] > 0).sum(1).clamp(max=4)]), l=nn.Linear(4, 3)), normal(5, 4), vmap=False),
-    Case("written-into", lambda: Fn(lambda s, x: s.l(_stacked(s.a(x))), a=nn.Linear(4, 3), l=nn.Linear(3, 2)), normal(4), vmap=False),
+    Case(
+        "vit",
+        lambda: Fn(
+            vit,
+            patch=nn.Linear(4, 8),
+            cls=weight(1, 1, 8),
+            pos=weight(1, 6, 8),
+            block=nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True),
+        ),
+        normal(5, 4),
+    ),
+    Case(
+        "last-step",
+        lambda: Fn(lambda s, x: s.l(x[torch.arange(x.shape[0]), (x[..., 0] > 0).sum(1).clamp(max=4)]), l=nn.Linear(4, 3)),
+        normal(5, 4),
+        vmap=False,
+    ),
+    Case(
+        "written-into",
+        lambda: Fn(lambda s, x: s.l(_stacked(s.a(x))), a=nn.Linear(4, 3), l=nn.Linear(3, 2)),
+        normal(4),
+        vmap=False,
+    ),
     # what the engine has to survive
-    Case("in-place-activations", lambda: nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 3), nn.Hardtanh(inplace=True)), normal(4)),
-    Case("residual", lambda: nn.Sequential(nn.Conv2d(2, 4, 3), Residual(), Residual(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)), normal(2, 6, 6)),
+    Case(
+        "in-place-activations",
+        lambda: nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 3), nn.Hardtanh(inplace=True)),
+        normal(4),
+    ),
+    Case(
+        "residual",
+        lambda: nn.Sequential(nn.Conv2d(2, 4, 3), Residual(), Residual(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)),
+        normal(2, 6, 6),
+    ),
     Case("checkpoint", lambda: checkpointed(reentrant=False), normal(4), vmap=False),
     Case("checkpoint-shared", lambda: checkpointed(reentrant=False, shared=True), normal(4), vmap=False),
     Case("checkpoint-reentrant", lambda: checkpointed(reentrant=True), normal(4), vmap=False),
     Case("checkpoint-reentrant-shared", lambda: checkpointed(reentrant=True, shared=True), normal(4), vmap=False),
     Case("two-outputs", lambda: Fn(lambda s, x: (s.a(x), s.b(s.a(x))), a=nn.Linear(4, 3), b=nn.Linear(3, 2)), normal(4)),
-    Case("two-inputs", lambda: Fn(lambda s, x, y: s.a(x) * s.b(y), a=nn.Linear(4, 3), b=nn.Linear(2, 3)), lambda: (torch.randn(BATCH, 4), torch.randn(BATCH, 2))),
+    Case(
+        "two-inputs",
+        lambda: Fn(lambda s, x, y: s.a(x) * s.b(y), a=nn.Linear(4, 3), b=nn.Linear(2, 3)),
+        lambda: (torch.randn(BATCH, 4), torch.randn(BATCH, 2)),
+    ),
     Case("dropout", lambda: nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3)), normal(4), vmap=False, random=True),
-    Case("lstm-dropout", lambda: states(nn.LSTM(4, 3, 3, dropout=0.5, bidirectional=True, batch_first=True)), normal(5, 4), vmap=False, random=True),
+    Case(
+        "lstm-dropout",
+        lambda: states(nn.LSTM(4, 3, 3, dropout=0.5, bidirectional=True, batch_first=True)),
+        normal(5, 4),
+        vmap=False,
+        random=True,
+    ),
     Case("gru-dropout", lambda: states(nn.GRU(4, 3, 2, dropout=0.5, batch_first=True)), normal(5, 4), vmap=False, random=True),
     Case("attention-dropout", lambda: attention(dropout=0.3), normal(5, 8), vmap=False, random=True),
-]  # fmt: skip
+]
 
 
 def _stacked(y: Tensor) -> Tensor:

@@ -654,7 +654,7 @@ def test_already_observed():
     varreg.observe(model)
     with pytest.raises(ValueError, match=r"already observed. Call remove\(\)"):
         varreg.observe(model)
-    with pytest.raises(ValueError, match="'0' .*already observed|already observed"):
+    with pytest.raises(ValueError, match="already observed"):
         varreg.observe(nn.Sequential(model[0]))
     other = nn.Linear(4, 5)
     other.weight = model[0].weight
@@ -728,6 +728,5 @@ def test_packed_sequences_are_refused():
     model = nn.GRU(3, 2, batch_first=True).double()
     varreg.observe(model)
     packed = nn.utils.rnn.pack_padded_sequence(torch.randn(3, 4, 3), torch.tensor([4, 3, 1]), batch_first=True)
-    with pytest.raises((ValueError, RuntimeError), match="varreg"):
-        out, _ = model(packed)
-        out.data.sum().backward()
+    with pytest.raises(ValueError, match="packed"):
+        model(packed)

@@ -53,7 +53,8 @@ def by_graph(model: nn.Module, inputs: tuple, weights: Tensor) -> Gradients:
     names = {n: p for n, p in model.named_parameters() if p.requires_grad}
     each = losses(model(*inputs), weights)
     rows = [
-        torch.autograd.grad(l, list(names.values()), retain_graph=True, allow_unused=True, materialize_grads=True) for l in each
+        torch.autograd.grad(loss, list(names.values()), retain_graph=True, allow_unused=True, materialize_grads=True)
+        for l in each
     ]
     return {n: torch.stack([r[k] for r in rows]) for k, n in enumerate(names)}
 

@@ -18,7 +18,7 @@ Contributions to a tensor made of parameters are pulled back, group by group, th
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,14 +27,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from varreg.moments.contribution import Contribution, Dense, Grouped, Partition
-from varreg.moments.layout import ELEMENTWISE, Layout, Lost, Where, name_of, narrow, propagate, samples
-from varreg.moments.recurrent import STACKED
-from varreg.moments.rules import RULES, Call, Rule
+from varreg.engine.arguments import flatten, refill, swap, tensors_in, without_tensors
+from varreg.engine.contribution import Contribution
+from varreg.engine.layout import ELEMENTWISE, Layout, Lost, Where, name_of, propagate
+from varreg.engine.nodes import Repeat, Repetition, Spread, Target, Use
+from varreg.engine.rules import RULES, STACKED, Call, Rule
 
 if TYPE_CHECKING:
-    from varreg.moments.ledger import Ledger
-    from varreg.moments.observer import Observer
+    from varreg.engine.ledger import Ledger
+    from varreg.engine.observer import Observer
 
 _MARK = "_varreg_where"
 
@@ -65,27 +66,6 @@ def unmark(t: Tensor) -> None:
     t.__dict__.pop(_MARK, None)
 
 
-def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    for a in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(a, Tensor):
-            yield a
-        elif isinstance(a, list | tuple):
-            for b in a:
-                if isinstance(b, Tensor):
-                    yield b
-
-
-def replaced(value: Any, new: dict[int, Any]) -> Any:
-    """An argument with some tensors, named by their id, replaced; also those in a list or tuple."""
-    if isinstance(value, Tensor):
-        return new.get(id(value), value)
-    return type(value)([replaced(v, new) for v in value]) if type(value) in (list, tuple) else value
-
-
-def swap(args: Sequence[Any], kwargs: dict[str, Any], new: dict[int, Any]) -> tuple[list[Any], dict[str, Any]]:
-    return [replaced(a, new) for a in args], {k: replaced(v, new) for k, v in kwargs.items()}
-
-
 def without_override_check(function: types.FunctionType) -> Callable[..., Any]:
     """A torch function written in Python, to be run in full, so that the functions that it calls are seen."""
     no: Callable[..., bool] = lambda *_: False  # noqa: E731
@@ -103,7 +83,7 @@ class Tracer(TorchFunctionMode):
         super().__init__()
         self.observer = observer
         self.batch = 0  # of the forward pass under way
-        self.recount = True  # False while a checkpoint runs a module again
+        self.counting = True  # False while a checkpoint runs a module again
         self._python: dict[Any, Callable[..., Any] | None] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -128,7 +108,7 @@ class Tracer(TorchFunctionMode):
         if not (batched or lost or tracked):
             return func(*args, **kwargs)
         if func is F.batch_norm:
-            self.observer.check(args, kwargs)
+            self.observer.check_batch_norm(args, kwargs)
         if tracked and (batched or lost) and func not in _SHAPE_ONLY:
             return self._meet(func, args, kwargs, batched, tracked, lost)
         out = func(*args, **kwargs)
@@ -160,7 +140,9 @@ class Tracer(TorchFunctionMode):
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], batched: list[tuple[Tensor, Layout]], tracked: list[Tensor],
         lost: Lost | None,
     ) -> Any:  # fmt: skip
-        self._touch(tracked)
+        self.touch(tracked)
+        if func in STACKED and isinstance(args[1], Tensor) and not args[1].is_floating_point():
+            self._refuse(func, tracked, "packed sequences are not supported: pad them, and mask the loss")
         if func in STACKED and args[4] > 1 and args[5] > 0 and args[6]:
             with self:
                 return STACKED[func](*args, **kwargs)
@@ -212,9 +194,9 @@ class Tracer(TorchFunctionMode):
             stack += [n for n, _ in node.next_functions]
         return list(found.values())
 
-    def _touch(self, tracked: list[Tensor]) -> None:
+    def touch(self, tracked: list[Tensor]) -> None:
         """Count the uses that a backward pass may bring. A checkpoint's second run was counted at its first."""
-        for t in tracked if self.recount else ():
+        for t in tracked if self.counting else ():
             for _, ledger in self._leaves(t):
                 ledger.touches += 1
 
@@ -306,7 +288,7 @@ class Tracer(TorchFunctionMode):
         return None
 
     def _spread_expanded(self, t: Tensor, out: Tensor, at: Layout) -> Tensor:
-        self._touch([t])
+        self.touch([t])
         shape = [at.size if d == at.dim else n for d, n in enumerate((1,) * (out.dim() - t.dim()) + tuple(t.shape))]
         spread = Spread.apply(t, self.target(t, "expand"), shape, at, False, self.observer.partition(at.batch))
         multiples = [o // s for o, s in zip(out.shape, shape, strict=True)]
@@ -328,255 +310,13 @@ class Tracer(TorchFunctionMode):
         outs = [t for t in ([out] if isinstance(out, Tensor) else out) if isinstance(t, Tensor)]
         for i, t in enumerate(outs):
             at = propagate(func, args, kwargs, batched, t, i)
-            if t.requires_grad:
-                if isinstance(at, Lost):
-                    self._refuse(func, tracked, f"it is not known which part of its result belongs to which sample: {at.why}")
-                call.watch(i, t, at)
             mark(t, at)
-        if outs and isinstance(at := mark_of(outs[0]), Layout):
-            call.partition = self.observer.partition(at.batch)
+            if isinstance(at, Layout):
+                call.partition = self.observer.partition(at.batch)
+                call.watch(i, t, at)
+            elif t.requires_grad:
+                self._refuse(func, tracked, f"it is not known which part of its result belongs to which sample: {at.why}")
         return out
-
-
-def flatten(bound: dict[str, Any]) -> dict[str, Tensor]:
-    """Tensor arguments by name; the elements of a list as `name.0`, `name.1`, …"""
-    flat = {}
-    for name, value in bound.items():
-        if isinstance(value, Tensor):
-            flat[name] = value
-        elif isinstance(value, list | tuple):
-            flat |= {f"{name}.{i}": v for i, v in enumerate(value) if isinstance(v, Tensor)}
-    return flat
-
-
-def without_tensors(bound: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with None for each tensor, so that keeping them keeps no memory."""
-    return {
-        name: None
-        if isinstance(v, Tensor)
-        else [None if isinstance(u, Tensor) else u for u in v]
-        if isinstance(v, list | tuple)
-        else v
-        for name, v in bound.items()
-    }
-
-
-def refill(bound: dict[str, Any], saved: dict[str, Tensor]) -> dict[str, Any]:
-    """The arguments again, with the tensors that were saved, and None for those that were not."""
-    full = dict(bound)
-    for name, t in saved.items():
-        base, dot, index = name.partition(".")
-        if dot:
-            full[base] = [t if i == int(index) else v for i, v in enumerate(full[base])]
-        else:
-            full[base] = t
-    return full
-
-
-class Target:
-    """Takes contributions to a tensor, and enters them into the ledgers of the parameters that it is made of."""
-
-    def __init__(self, observer: Observer, t: Tensor, leaves: list[tuple[Tensor, Ledger]]):
-        self.observer, self.leaves = observer, leaves
-        self.dtype = t.dtype
-        self.direct = len(leaves) == 1 and leaves[0][0] is t
-        self.edge = None if self.direct else torch.autograd.graph.get_gradient_edge(t)
-        self._epochs: list[object] = []
-
-    def take(self, contribution: Contribution, node: torch.autograd.graph.Node | None) -> Tensor | None:
-        """Enter the contributions, and return their sum. Nothing is entered when the running backward is not for the parameter."""
-        if not self.leaves or not self.observer.records(node):
-            total = contribution.total()
-            return None if total is None else total.to(self.dtype)
-        try:
-            return self._take(contribution)
-        except Exception:
-            self.observer.abort()
-            raise
-
-    def _take(self, contribution: Contribution) -> Tensor | None:
-        self._open()
-        if self.direct:
-            return self.leaves[0][1].add(contribution, self.dtype)
-        groups = contribution.all_groups() if contribution.partition.batch else None
-        if groups is None:
-            return None
-        edge = self.edge
-        assert edge is not None
-        with torch.enable_grad():
-            pulled = [
-                torch.autograd.grad([edge], [p for p, _ in self.leaves], [c.to(self.dtype)], retain_graph=True, allow_unused=True)
-                for c in groups
-            ]
-        for i, (p, ledger) in enumerate(self.leaves):
-            rows = [g[i] if g[i] is not None else torch.zeros_like(p) for g in pulled]
-            ledger.add(Grouped(contribution.partition, torch.stack(rows)), p.dtype)
-        return groups.sum(0).to(self.dtype)
-
-    def _open(self) -> None:
-        self.observer.open([p for p, _ in self.leaves])
-        epochs = [ledger.epoch for _, ledger in self.leaves]
-        if any(old is new for old, new in zip(self._epochs, epochs, strict=False)):
-            raise RuntimeError(
-                f"varreg: backward() ran a second time through the same forward pass, and gradients of '{self.leaves[0][1].name}' were not "
-                "cleared in between: what one sample contributes to both cannot be told. Add the losses and call backward() once."
-            )
-        self._epochs = epochs
-
-
-def _refuse_second_order() -> None:
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "varreg: a backward pass with create_graph=True runs through an observed model, and second derivatives would miss the observed "
-            "parameters. Compute it on an unobserved model: `observer.remove()` first, or a copy.deepcopy of the model."
-        )
-
-
-class Use(torch.autograd.Function):
-    """Passes a function's outputs on, and takes over the gradients of the parameters that were detached in it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, contributions: Any, takes_over: bool, n_outputs: int, n_params: int, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.contributions, ctx.takes_over, ctx.n_outputs, ctx.n_params = contributions, takes_over, n_outputs, n_params
-        ctx.set_materialize_grads(False)
-        saved = tensors[n_outputs + n_params :]
-        ctx.save_for_backward(*saved)
-        ctx.n_saved = len(saved)
-        outputs = tuple(t.detach() for t in tensors[:n_outputs])
-        ctx.mark_non_differentiable(*(t for t in outputs if not t.is_floating_point()))
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        _refuse_second_order()
-        first = ctx.n_outputs
-        found = ctx.contributions(list(grads), ctx.saved_tensors)
-        edges = ctx.next_functions[first : first + ctx.n_params]  # one per tensor input; other inputs have none
-        totals = [None if c is None else target.take(c, edge[0]) for (target, c), edge in zip(found, edges, strict=True)]
-        if not ctx.takes_over:
-            totals = [None] * ctx.n_params
-        return (None, None, None, None, *grads, *totals, *(None,) * ctx.n_saved)
-
-
-class Spread(torch.autograd.Function):
-    """Expands a tensor along the batch; its gradient then arrives sample by sample."""
-
-    @staticmethod
-    def forward(ctx: Any, t: Tensor, target: Target, shape: list[int], at: Layout, aligned: bool, partition: Partition) -> Tensor:
-        ctx.target, ctx.at, ctx.aligned, ctx.partition, ctx.shape = target, at, aligned, partition, t.shape
-        return t.detach() if aligned else t.reshape((1,) * (len(shape) - t.dim()) + tuple(t.shape)).expand(shape).detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        _refuse_second_order()
-        at: Layout = ctx.at
-        if ctx.aligned:  # row i of the tensor is used by sample i alone
-            values = grad.new_zeros(at.batch, *grad.shape)
-            index = torch.arange(at.batch, device=grad.device)
-            values.movedim(at.dim + 1, 1)[index, index] = grad.movedim(at.dim, 0)
-        else:
-            values = samples(grad, at)
-            if not at.plain:
-                values = values.sum((at.dim + 1, at.dim + 2))
-        contribution = Dense(ctx.partition, values.reshape(at.batch, *ctx.shape))
-        return (ctx.target.take(contribution, ctx.next_functions[0][0]), None, None, None, None, None)
-
-
-class Repetition:
-    """A call that the backward pass repeats, one group of samples at a time."""
-
-    def __init__(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], batched: list[tuple[Tensor, Layout]], tracked: list[Tensor],
-        targets: list[Target], where: str,
-    ):  # fmt: skip
-        self.func, self.targets, self.where = func, targets, where
-        self.layouts = [at for _, at in batched]
-        slots = {id(t): _Slot(i) for i, t in enumerate([*(t for t, _ in batched), *tracked])}
-        self.args, self.kwargs = swap(args, kwargs, slots)
-        self.partition = Partition(0, 0)
-        self.grads: dict[int, tuple[Tensor, Layout]] = {}
-
-    def watch(self, index: int, out: Tensor, at: Layout) -> None:
-        grads = self.grads
-
-        def note(grad: Tensor) -> None:
-            grads[index] = (grad, at)
-
-        out.register_hook(note)
-
-    def contributions(self, saved: Sequence[Tensor]) -> list[Tensor]:
-        """`[groups, *shape]` for every tracked tensor."""
-        inputs, tracked = saved[: len(self.layouts)], [t.detach().requires_grad_() for t in saved[len(self.layouts) :]]
-        rows: list[list[Tensor]] = [[] for _ in tracked]
-        for first, last, start, n in self.partition.runs():
-            for u in range(last - first):
-                a, b = start + u * n, start + (u + 1) * n
-                part = [narrow(t.detach(), at, a, b) for t, at in zip(inputs, self.layouts, strict=True)]
-                for i, c in enumerate(self._one([*part, *tracked], tracked, a, b)):
-                    rows[i].append(c)
-        return [torch.stack(r) for r in rows]
-
-    def _one(self, tensors: list[Tensor], tracked: list[Tensor], a: int, b: int) -> list[Tensor]:
-        with torch.enable_grad():
-            out = self.func(*(_filled(x, tensors) for x in self.args), **{k: _filled(v, tensors) for k, v in self.kwargs.items()})
-            outs = [t for t in ([out] if isinstance(out, Tensor) else out) if isinstance(t, Tensor)]
-            pairs = [(outs[i], narrow(g, at, a, b)) for i, (g, at) in self.grads.items()]
-            grads = torch.autograd.grad([o for o, _ in pairs], tracked, [g for _, g in pairs], allow_unused=True)
-        return [torch.zeros_like(t) if g is None else g for t, g in zip(tracked, grads, strict=True)]
-
-
-class _Slot(int):
-    """A tensor's place in the arguments of a repeated call."""
-
-
-def _filled(value: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(value, _Slot):
-        return tensors[value]
-    return type(value)([_filled(v, tensors) for v in value]) if type(value) in (list, tuple) else value
-
-
-class Repeat(torch.autograd.Function):
-    """Stands between a parameter and a function that has no rule; repeats the function group by group when its gradient is known."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Repetition, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors)
-        return tuple(t.detach() for t in tensors[len(call.layouts) :])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        _refuse_second_order()
-        call: Repetition = ctx.call
-        skip = len(call.layouts)
-        totals: list[Tensor | None] = list(grads)
-        edges = ctx.next_functions[skip:]
-        if call.grads and call.partition.batch:
-            try:
-                found = call.contributions(ctx.saved_tensors)
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"varreg: {call.where} has no rule, and cannot be repeated for a part of the batch: {error}"
-                ) from error
-            for i, (target, grad, c) in enumerate(zip(call.targets, grads, found, strict=True)):
-                if grad is not None:
-                    _check_sum(c, grad, call.where)
-                    target.take(Grouped(call.partition, c), edges[i][0])
-        call.grads.clear()
-        return (None, *(None,) * skip, *totals)
-
-
-def _check_sum(c: Tensor, grad: Tensor, where: str) -> None:
-    eps = torch.finfo(grad.dtype).eps
-    scale = c.abs().sum(0).to(grad.dtype)
-    if not torch.all((c.sum(0) - grad).abs() <= 1e3 * eps * scale + 1e-30):
-        raise RuntimeError(
-            f"varreg: {where} has no rule, and what it gives for parts of the batch does not add up to its gradient: it mixes samples or is "
-            "random. Register a rule for its module with varreg.register_rule, or freeze the parameter."
-        )
 
 
 def forget(tree: Any) -> None:
@@ -584,6 +324,3 @@ def forget(tree: Any) -> None:
     for t in tree_leaves(tree):
         if isinstance(t, Tensor):
             unmark(t)
-
-
-__all__ = ["DERIVED", "Tracer", "Use", "forget", "mark", "mark_of", "unmark"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from varreg.moments.ledger import Moments
+from varreg.engine.ledger import Moments
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from varreg.moments.contribution import Dense, Outer
-from varreg.moments.rules import Call, Contributions, rule
+from varreg.engine.contribution import Dense, Outer
+from varreg.engine.rules.rule import Call, Contributions, rule
 
 State = tuple[Tensor, ...]
 Cell = Callable[[Tensor, Tensor, State], State]  # gates from the input, gates from the state, state → new state
@@ -89,7 +89,7 @@ def _layers(
     with torch.enable_grad():
         x = (x.transpose(0, 1) if batch_first else x).detach()
         finals: list[State] = []
-        for layer in range(layers):
+        for _ in range(layers):
             ends = []
             for reverse in (False, True) if bidirectional else (False,):
                 k = len(finals)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from varreg.moments.contribution import Contribution, combine
+from varreg.engine.contribution import Contribution, combine
 
 
 @dataclass(frozen=True)

@@ -39,10 +39,11 @@ def scratch(use: str, shape: Sequence[int], like: Tensor) -> Tensor:
     numel = math.prod(shape)
     if like.device.type != "cpu" or numel > _AT_MOST:
         return like.new_empty(shape)
-    kept: dict[tuple[str, torch.dtype], Tensor] = _workspace.__dict__
-    buffer = kept.get((use, like.dtype))
+    key = f"{use} {like.dtype}"
+    buffer: Tensor | None = getattr(_workspace, key, None)
     if buffer is None or buffer.numel() < numel:
-        buffer = kept[use, like.dtype] = like.new_empty(numel)
+        buffer = like.new_empty(numel)
+        setattr(_workspace, key, buffer)
     return buffer[:numel].view(*shape)
 
 

@@ -50,7 +50,8 @@ def samples(t: Tensor, at: Layout) -> Tensor:
     """The tensor with the batch in front: `[batch, …before, (outer, inner,) …after]`."""
     if at.plain:
         return t.movedim(at.dim, 0) if at.dim else t
-    return t.unflatten(at.dim, (at.outer, at.batch, at.inner)).movedim(at.dim + 1, 0)
+    unfolded: Tensor = t.unflatten(at.dim, (at.outer, at.batch, at.inner))
+    return unfolded.movedim(at.dim + 1, 0)
 
 
 def rows(t: Tensor, at: Layout, features: int = 1) -> Tensor:
@@ -64,7 +65,7 @@ def narrow(t: Tensor, at: Layout, start: int, stop: int) -> Tensor:
     """The samples `start:stop` alone, in the same layout."""
     if at.plain:
         return t.narrow(at.dim, start, stop - start)
-    part = t.unflatten(at.dim, (at.outer, at.batch, at.inner)).narrow(at.dim + 1, start, stop - start)
+    part: Tensor = t.unflatten(at.dim, (at.outer, at.batch, at.inner)).narrow(at.dim + 1, start, stop - start)
     return part.flatten(at.dim, at.dim + 2)
 
 
@@ -229,7 +230,7 @@ def propagate(
     """Where the batch is in `out`, output `index` of `function(*args, **kwargs)`, given where it is in the batched arguments."""
     rule = _PROPAGATE.get(function, _default)
     if rule in (_move, _reduce):  # these follow their first argument; another one is an index
-        moving = [(x, at) for x, at in batched if args and x is args[0] or x is kwargs.get("input")]
+        moving = [(x, at) for x, at in batched if (args and x is args[0]) or x is kwargs.get("input")]
         rule, batched = (rule, moving) if moving else (_default, batched)
     found: dict[Where, None] = {}
     why = None

@@ -1,0 +1,64 @@
+"""The arguments of a torch function: finding, replacing, and keeping the tensors in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    for a in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(a, Tensor):
+            yield a
+        elif isinstance(a, list | tuple):
+            for b in a:
+                if isinstance(b, Tensor):
+                    yield b
+
+
+def replaced(value: Any, new: dict[int, Any]) -> Any:
+    """An argument with some tensors, named by their id, replaced; also those in a list or tuple."""
+    if isinstance(value, Tensor):
+        return new.get(id(value), value)
+    return type(value)([replaced(v, new) for v in value]) if type(value) in (list, tuple) else value
+
+
+def swap(args: Sequence[Any], kwargs: dict[str, Any], new: dict[int, Any]) -> tuple[list[Any], dict[str, Any]]:
+    return [replaced(a, new) for a in args], {k: replaced(v, new) for k, v in kwargs.items()}
+
+
+def flatten(bound: dict[str, Any]) -> dict[str, Tensor]:
+    """Tensor arguments by name; the elements of a list as `name.0`, `name.1`, …"""
+    flat = {}
+    for name, value in bound.items():
+        if isinstance(value, Tensor):
+            flat[name] = value
+        elif isinstance(value, list | tuple):
+            flat |= {f"{name}.{i}": v for i, v in enumerate(value) if isinstance(v, Tensor)}
+    return flat
+
+
+def without_tensors(bound: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with None for each tensor, so that keeping them keeps no memory."""
+    return {
+        name: None
+        if isinstance(v, Tensor)
+        else [None if isinstance(u, Tensor) else u for u in v]
+        if isinstance(v, list | tuple)
+        else v
+        for name, v in bound.items()
+    }
+
+
+def refill(bound: dict[str, Any], saved: dict[str, Tensor]) -> dict[str, Any]:
+    """The arguments again, with the tensors that were saved, and None for those that were not."""
+    full = dict(bound)
+    for name, t in saved.items():
+        base, dot, index = name.partition(".")
+        if dot:
+            full[base] = [t if i == int(index) else v for i, v in enumerate(full[base])]
+        else:
+            full[base] = t
+    return full

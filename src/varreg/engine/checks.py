@@ -1,0 +1,109 @@
+"""What cannot be observed, and the errors that say so: what was found, why it cannot be, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from varreg.engine.ledger import LEDGERS, Ledger
+
+BATCH_NORM = nn.modules.batchnorm._BatchNorm
+
+
+def place(name: str, module: nn.Module) -> str:
+    """A module's path and type, for messages."""
+    kind = type(module).__name__
+    return f"'{name}' ({kind})" if name else f"the model itself ({kind})"
+
+
+def check_options(model: Any, groups: Any, reduction: Any, batch_dim: Any, batch_norm: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"varreg: observe expects a torch.nn.Module, got {type(model).__name__}.")
+    if groups is not None and (isinstance(groups, bool) or not isinstance(groups, int) or groups < 1):
+        raise ValueError(f"varreg: groups must be a positive whole number, or None for exact moments; got {groups!r}.")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"varreg: reduction must be 'mean' or 'sum', whichever the loss does over samples; got {reduction!r}.")
+    if isinstance(batch_dim, bool) or not isinstance(batch_dim, int) or batch_dim < 0:
+        raise ValueError(f"varreg: batch_dim must be a whole number from 0 up; got {batch_dim!r}.")
+    if batch_norm not in ("refuse", "contribution"):
+        raise ValueError(f"varreg: batch_norm must be 'refuse' or 'contribution'; got {batch_norm!r}.")
+
+
+def check_model(model: nn.Module, batch_norm: str, is_observed: Callable[[nn.Module], bool]) -> None:
+    for name, m in model.named_modules():
+        where = place(name, m)
+        if isinstance(m, torch._dynamo.eval_frame.OptimizedModule) or m._compiled_call_impl is not None:
+            raise ValueError(
+                f"varreg: {where} is compiled, and compiled code ignores the engine. Call observe() first, torch.compile after."
+            )
+        if isinstance(m, torch.jit.ScriptModule):
+            raise ValueError(
+                f"varreg: {where} is a TorchScript module, which the engine cannot follow. Observe the original module."
+            )
+        if isinstance(m, nn.DataParallel):
+            raise ValueError(f"varreg: {where} is DataParallel, which runs copies of the model. Use DistributedDataParallel.")
+        if is_observed(m):
+            raise ValueError(f"varreg: {where} is already observed. Call remove() on its observer first.")
+        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and (m.sparse or m.scale_grad_by_freq):
+            which = "sparse" if m.sparse else "scale_grad_by_freq"
+            raise ValueError(f"varreg: {where} has {which}=True, which is not supported; set it to False.")
+        if batch_norm == "refuse" and isinstance(m, BATCH_NORM) and m.training:
+            raise ValueError(batch_norm_message(where))
+    parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    if not parameters:
+        raise ValueError(
+            f"varreg: {type(model).__name__} has no parameter that requires a gradient: there is nothing to observe."
+        )
+    for name, p in parameters:
+        if p.is_complex():
+            raise ValueError(
+                f"varreg: parameter '{name}' is complex, which is not supported. Use its real view (torch.view_as_real)."
+            )
+        if LEDGERS.get(p) is not None:
+            raise ValueError(
+                f"varreg: parameter '{name}' is already observed, through another model. Call remove() on that observer first."
+            )
+
+
+def batch_norm_message(where: str) -> str:
+    return (
+        f"varreg: {where} is BatchNorm in training: it makes every sample's gradient depend on the others, so a per-sample variance "
+        "does not exist. Use GroupNorm or LayerNorm; or put the layer in eval mode; or pass observe(..., batch_norm='contribution') "
+        "to measure each sample's contribution to the gradient instead."
+    )
+
+
+def refuse_gradient(shape: tuple[int, ...]) -> Callable[[Tensor], None]:
+    """A tensor hook for an output in which parameters never met the batch."""
+
+    def refuse(grad: Tensor) -> None:
+        raise RuntimeError(
+            f"varreg: an output of the observed model, of shape {shape}, was made of parameters alone, or of inputs that varreg could "
+            "not find (tensors in nested lists and dicts are found), so its gradient cannot be told apart by samples. Let the model "
+            "combine it with the batch, or freeze those parameters."
+        )
+
+    return refuse
+
+
+def check_whole(p: Tensor, ledger: Ledger) -> None:
+    """Once per parameter: is what was measured all that went into `p.grad`? A use outside of the model's forward is not seen.
+
+    Hooks on the parameter and reductions over ranks change `p.grad` on purpose; there, nothing is checked.
+    """
+    if ledger.checked or p.grad is None or ledger.total is None:
+        return
+    ledger.checked = True
+    if p._backward_hooks or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    total, grad = ledger.total.to(p.grad.dtype), p.grad
+    gap, size = (total - grad).norm(), max(grad.norm(), total.norm())
+    if torch.isfinite(gap) and gap > 0.05 * size:
+        raise RuntimeError(
+            f"varreg: '{ledger.name}' received a gradient from outside of the observed model's forward (its norm is "
+            f"{float(grad.norm()):.4g}; what was measured has {float(total.norm()):.4g}). Move that use of the parameter into a "
+            "forward() of the model, or clear gradients before the first observed backward()."
+        )

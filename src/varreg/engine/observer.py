@@ -1,0 +1,306 @@
+"""`observe(model)`: attach the engine to a model, and take it off again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from varreg.engine.checks import BATCH_NORM, batch_norm_message, check_model, check_options, check_whole, place, refuse_gradient
+from varreg.engine.contribution import Partition
+from varreg.engine.layout import Layout, Where
+from varreg.engine.ledger import LEDGERS, Ledger
+from varreg.engine.modules import MODULE_RULES, detach_own, restore_own, use_rule
+from varreg.engine.summary import Summary, summarize
+from varreg.engine.tracer import DERIVED, Derived, Tracer, forget, mark, mark_of
+
+_EXPECTED = {  # the function through which each layer's parameters meet the batch, for the coverage table before the first step
+    nn.Linear: "linear", nn.Bilinear: "bilinear", nn.Conv1d: "conv", nn.Conv2d: "conv", nn.Conv3d: "conv",
+    nn.ConvTranspose1d: "conv_transpose", nn.ConvTranspose2d: "conv_transpose", nn.ConvTranspose3d: "conv_transpose",
+    nn.Embedding: "embedding", nn.EmbeddingBag: "embedding_bag", nn.LayerNorm: "layer_norm", nn.RMSNorm: "rms_norm",
+    nn.GroupNorm: "group_norm", nn.InstanceNorm1d: "instance_norm", nn.InstanceNorm2d: "instance_norm",
+    nn.InstanceNorm3d: "instance_norm", BATCH_NORM: "batch_norm", nn.MultiheadAttention: "linear", nn.LSTM: "lstm",
+    nn.GRU: "gru", nn.RNN: "rnn", nn.LSTMCell: "lstm_cell", nn.GRUCell: "gru_cell", nn.RNNCell: "rnn_cell", nn.PReLU: "prelu",
+}  # fmt: skip
+
+
+def observe(
+    model: nn.Module, groups: int | None = None, *, reduction: str = "mean", batch_dim: int = 0, batch_norm: str = "refuse"
+) -> Observer:
+    """Measure the moments of the per-sample gradients of `model` in every ordinary `backward()` from here on.
+
+    Args:
+        model: Any module. Its outputs, gradients and `state_dict()` stay what they are; where a gradient is summed up from
+            samples it agrees to rounding.
+        groups: None measures the variance over single samples, exactly. A number k splits each batch into k groups and
+            estimates it from the spread of their means: cheaper, and unbiased for independent samples.
+        reduction: Is the loss a `"mean"` over samples or a `"sum"`? It only sets the scale of `mean` and `variance`; ρ does not
+            depend on it.
+        batch_dim: The dimension of the model's inputs that counts samples.
+        batch_norm: BatchNorm in training makes samples depend on each other, so that a sample has no gradient of its own.
+            `"refuse"` raises; `"contribution"` measures each sample's contribution to the gradient, whose sum is the gradient.
+
+    Returns:
+        The observer. Its `repr` is a table of what serves each parameter; `remove()`, or leaving its `with` block, takes it off.
+
+    """
+    return Observer(model, groups, reduction, batch_dim, batch_norm)
+
+
+class Observer:
+    """The engine on one model; made by `varreg.observe`."""
+
+    def __init__(self, model: nn.Module, groups: int | None, reduction: str, batch_dim: int, batch_norm: str):
+        check_options(model, groups, reduction, batch_dim, batch_norm)
+        check_model(model, batch_norm, lambda m: any(_is_ours(h) for h in m._forward_pre_hooks.values()))
+        self.model, self.groups, self.reduction, self.batch_dim, self.batch_norm = model, groups, reduction, batch_dim, batch_norm
+        self.tracer = Tracer(self)
+        self._known: dict[int, tuple[Tensor, Ledger]] = {}  # parameters by id
+        self._names: dict[nn.Module, str] = {}
+        self._running: list[nn.Module] = []  # the modules whose forward is running, outermost first
+        self._inputs: list[Tensor] | None = None  # of the forward that is traced; None while none is
+        self._detached: tuple[nn.Module, dict[str, nn.Parameter]] | None = None  # a module that a registered rule serves, running
+        self._window: dict[int, tuple[Tensor, Ledger]] = {}  # parameters that the running backward has reached
+        self._queued = False  # will the running backward close the window when it ends?
+        self._recalled: dict[
+            nn.Module, list[Where | Derived | None]
+        ] = {}  # the marks of inputs that a checkpoint will want again
+        self._learn()
+        self._handles = [h for m in model.modules() for h in self._hook(m)]
+
+    # ---- for users ---------------------------------------------------------------------------------------------------
+
+    def remove(self) -> None:
+        """Take the engine off: the model is as it was, and `varreg.moments` knows its parameters no more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for p, ledger in self._known.values():
+            if LEDGERS.get(p) is ledger:
+                del LEDGERS[p]
+
+    def __enter__(self) -> Observer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def summary(self) -> Summary:
+        """Gradient norm, signal-to-noise ratio and noise scale, per layer and for the whole model, as of the last backward."""
+        return summarize([(ledger.name, ledger.read(p)) for p, ledger in self._known.values() if p.requires_grad])
+
+    def coverage(self) -> list[tuple[str, tuple[int, ...], str, str]]:
+        """For every parameter: name, shape, the rule that serves it, and whether its moments are exact."""
+        owners = {id(p): type(m) for m in self.model.modules() for p in m._parameters.values() if p is not None}
+        kind = "exact" if self.groups is None else f"estimated from {self.groups} groups"
+        if self.batch_norm == "contribution" and any(isinstance(m, BATCH_NORM) for m in self.model.modules()):
+            kind += " (contributions: BatchNorm)"
+        rows = []
+        for name, p in self.model.named_parameters():
+            known = self._known.get(id(p))
+            rule = " + ".join(known[1].served) if known and known[1].served else _expected(owners[id(p)])
+            shape = () if isinstance(p, nn.parameter.UninitializedParameter) else tuple(p.shape)
+            rows.append((name, shape, rule, kind) if p.requires_grad else (name, shape, "-", "frozen"))
+        return rows
+
+    def __repr__(self) -> str:
+        table = [(n, "×".join(map(str, s)) or "scalar", r, k) for n, s, r, k in self.coverage()]
+        rows = [("parameter", "shape", "rule", "moments"), *table]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        state = "" if self._handles else " (removed)"
+        return "\n".join(
+            [f"varreg observer of {type(self.model).__name__}{state}", lines[0], "─" * max(map(len, lines)), *lines[1:]]
+        )
+
+    # ---- for the tracer ----------------------------------------------------------------------------------------------
+
+    def ledger(self, t: Tensor) -> Ledger | None:
+        """The ledger of an observed parameter; None for any other tensor. Learns of parameters that came after `observe`."""
+        found = self._known.get(id(t))
+        if found is not None and found[0] is t:
+            return found[1] if t.requires_grad else None
+        if t.requires_grad and t.grad_fn is None and isinstance(t, nn.Parameter):
+            self._learn()
+            found = self._known.get(id(t))
+            return found[1] if found else None
+        return None
+
+    def contract(self, t: Tensor, batch: int) -> Layout | None:
+        """Where the batch is in a tensor of which nothing else is known."""
+        dim = self.batch_dim
+        return Layout(batch, dim) if t.dim() > dim and t.shape[dim] == batch else None
+
+    def partition(self, batch: int) -> Partition:
+        groups = batch if self.groups is None else self.groups
+        if groups > batch > 0:
+            raise ValueError(
+                f"varreg: groups={groups} needs at least {groups} samples in a batch, got {batch}. Use fewer groups, larger batches, "
+                "or drop the last incomplete batch (DataLoader(drop_last=True))."
+            )
+        return Partition(batch, min(groups, batch))
+
+    def check_batch_norm(self, args: Any, kwargs: dict[str, Any]) -> None:
+        """Refuse BatchNorm in training, wherever `F.batch_norm` is called from."""
+        training = args[5] if len(args) > 5 else kwargs.get("training", False)
+        if training and self.batch_norm == "refuse" and torch.is_grad_enabled():
+            raise ValueError(batch_norm_message(self.path()))
+
+    def path(self) -> str:
+        """The path of the module whose forward is running, with its type."""
+        module = self._running[-1] if self._running else self.model
+        return place(self._names.get(module, ""), module)
+
+    # ---- for the nodes -------------------------------------------------------------------------------------------------
+
+    def records(self, node: Any) -> bool:
+        """Is the running backward pass one that accumulates this parameter's gradient? `torch.autograd.grad` is not."""
+        try:
+            return bool(torch._C._will_engine_execute_node(node))
+        except RuntimeError:
+            return False
+
+    def open(self, parameters: list[Tensor]) -> None:
+        """Contributions to these parameters arrive: the window is open until the backward pass ends."""
+        self._queue()
+        for p in parameters:
+            if id(p) not in self._window and (known := self._known.get(id(p))):
+                known[1].open(p)
+                self._window[id(p)] = known
+
+    def abort(self) -> None:
+        """The backward pass fails: what arrived stays counted, as what it added to `p.grad` does, and the window is over."""
+        self._close(check=False)
+
+    def _queue(self) -> None:
+        """Close the window when the backward pass that is running now ends; the outermost one, where they are nested."""
+        if not self._queued:
+            torch.autograd.Variable._execution_engine.queue_callback(self._close)
+            self._queued = True
+
+    def _close(self, check: bool = True) -> None:
+        window, self._window, self._queued, self._recalled = self._window, {}, False, {}
+        for p, ledger in window.values():
+            ledger.close(p)
+            if check:
+                check_whole(p, ledger)
+
+    # ---- hooks -------------------------------------------------------------------------------------------------------
+
+    def _learn(self) -> None:
+        """Take stock of the model's parameters, some of which may be new."""
+        self._names = {m: name for name, m in self.model.named_modules()}
+        known: dict[int, tuple[Tensor, Ledger]] = {}
+        for name, p in self.model.named_parameters():
+            old = self._known.get(id(p))
+            ledger = old[1] if old and old[0] is p else Ledger(name, self.reduction)
+            known[id(p)] = (p, ledger)
+            LEDGERS[p] = ledger
+        self._known = known
+
+    def _hook(self, module: nn.Module) -> Iterator[RemovableHandle]:
+        yield module.register_forward_pre_hook(_Enter(self), with_kwargs=True)
+        yield module.register_forward_hook(_Leave(self), with_kwargs=True, always_call=True)
+
+    def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """A module's forward begins; with the outermost one's, tracing does."""
+        grad = torch.is_grad_enabled()
+        if not self._running:
+            if grad:
+                self._begin(module, args, kwargs)
+        elif not grad and self._inputs is not None:  # a re-entrant checkpoint runs forward without gradients, and again later
+            with torch._C.DisableTorchFunction():
+                self._recalled[module] = [mark_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        self._running.append(module)
+        if grad and type(module) in MODULE_RULES and self._inputs is not None and self._detached is None:
+            self._detached = module, detach_own(module)
+            self.tracer.__exit__(None, None, None)
+
+    def leave(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        """A module's forward ends, or failed, which leaves no output."""
+        if not self._running or self._running[-1] is not module:
+            return None  # its forward never began: another hook raised before ours was called
+        result = None
+        try:
+            if self._detached is not None and self._detached[0] is module:
+                own, self._detached = self._detached[1], None
+                restore_own(module, own)
+                self.tracer.__enter__()
+                if output is not None:
+                    with torch._C.DisableTorchFunction():
+                        result = output = use_rule(self, self._names.get(module, ""), module, own, args, kwargs, output)
+        finally:
+            self._running.pop()
+            if not self._running and self._inputs is not None:
+                self._end(output)
+        return result
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        again = torch._C._current_graph_task_id() != -1  # inside a backward pass: a checkpoint runs this module again
+        if again:
+            self._queue()
+        elif self._queued or self._window:  # an earlier backward pass failed and never closed its window
+            self.abort()
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        recalled = self._recalled.get(module, []) if again else []
+        if len(recalled) == len(inputs):
+            marks = recalled
+            self.tracer.batch = next((where.batch for where in marks if isinstance(where, Layout)), 0)
+        else:
+            self.tracer.batch = next((t.shape[self.batch_dim] for t in inputs if t.dim() > self.batch_dim), 0)
+            marks = [None if self.ledger(t) else self.contract(t, self.tracer.batch) for t in inputs]
+        for t, where in zip(inputs, marks, strict=True):
+            if where is not None:
+                mark(t, where)
+        self.tracer.counting = not again
+        self._inputs = inputs
+        self.tracer.__enter__()
+
+    def _end(self, output: Any) -> None:
+        self.tracer.__exit__(None, None, None)
+        for t in tree_leaves(output):
+            if isinstance(t, Tensor) and mark_of(t) is DERIVED and t.requires_grad and not t.is_leaf:
+                t.register_hook(refuse_gradient(tuple(t.shape)))
+        forget((self._inputs, output))
+        self._inputs = None
+
+
+class _Enter:
+    """A forward pre-hook. A copy of the model, by deepcopy or pickle, carries a hook that does nothing: it is not observed."""
+
+    def __init__(self, observer: Observer | None = None):
+        self.observer = observer
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if self.observer is not None:
+            self.observer.enter(module, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+
+class _Leave:
+    """A forward hook, called even when the forward raised."""
+
+    def __init__(self, observer: Observer | None = None):
+        self.observer = observer
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any = None) -> Any:
+        return None if self.observer is None else self.observer.leave(module, args, kwargs, output)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+
+def _is_ours(hook: Any) -> bool:
+    return isinstance(hook, _Enter) and hook.observer is not None
+
+
+def _expected(owner: type[nn.Module]) -> str:
+    if owner in MODULE_RULES:
+        return f"{owner.__name__} (registered)"
+    return next((rule for kind, rule in _EXPECTED.items() if issubclass(owner, kind)), "followed at the first step")

@@ -1,0 +1,105 @@
+"""Layer rules: what each sample contributes to the gradient of a layer's parameters, given dL/d(output).
+
+A rule serves one torch function. It takes the function's arguments by name and returns a `Contribution` for each of the
+arguments that `call.wants`. Only the tensors named in `saves` are kept for it; the others come as None. The layers of
+`torch.nn` are served because they call these functions; so is any other module that does.
+
+Shapes are normalized once, at the door, by `call.rows`: `[batch, rows, features]`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from varreg.engine.contribution import Contribution, Dense, Partition
+from varreg.engine.layout import Layout, rows, samples
+
+Contributions = dict[str, Contribution]
+
+
+class Call(NamedTuple):
+    """One call of a torch function in which parameters met the batch."""
+
+    wants: frozenset[str]
+    """The arguments whose contributions are asked for."""
+    shapes: dict[str, torch.Size]
+    """The shape of every tensor argument."""
+    layouts: dict[str, Layout]
+    """Where the batch is, for every argument that carries it."""
+    out: Layout
+    """Where the batch is in the (first) output."""
+    partition: Partition
+
+    def rows(self, t: Tensor, name: str | None = None, features: int = 1) -> Tensor:
+        """`[batch, rows, …features]` of the argument `name`, or of the output."""
+        at = self.out if name is None else self.layouts.get(name)
+        if at is None:  # an argument without a batch, used for every sample
+            flat = t.reshape(1, -1, *t.shape[t.dim() - features :])
+            return flat.expand(self.out.batch, *flat.shape[1:])
+        return rows(t, at, features)
+
+
+class Rule(NamedTuple):
+    name: str
+    names: tuple[str, ...]
+    """The served function's arguments, in order."""
+    saves: frozenset[str]
+    """The tensor arguments that are kept for the backward pass."""
+    run: Callable[..., Contributions]
+    when: Callable[[Call], bool]
+    """Does the rule serve this call? If not, the general one does."""
+    forward: Callable[..., Any] | None
+    """What to call in place of the function, for the same result to the last bit when its parameters are detached."""
+    takes_over: bool
+    """Do the contributions replace autograd's own gradient of the parameters? If not, they are measured beside it."""
+
+    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {**dict(zip(self.names, args, strict=False)), **kwargs}
+
+
+RULES: dict[Any, Rule] = {}
+
+
+def rule(
+    *functions: Any,
+    saves: str = "",
+    when: Callable[[Call], bool] = lambda call: True,
+    forward: Callable[..., Any] | None = None,
+    takes_over: bool = True,
+) -> Callable[[Callable[..., Contributions]], Callable[..., Contributions]]:
+    """Register the decorated function, `rule(call, grads, *the function's own arguments)`, for torch functions."""
+
+    def add(run: Callable[..., Contributions]) -> Callable[..., Contributions]:
+        names = tuple(inspect.signature(run).parameters)[2:]
+        for function in functions:
+            RULES[function] = Rule(run.__name__, names, frozenset(saves.split()), run, when, forward, takes_over)
+        return run
+
+    return add
+
+
+def batch_first(call: Call) -> bool:
+    return call.layouts.get("input", call.out).dim == 0 and call.out.dim == 0
+
+
+def row_sums(call: Call, t: Tensor) -> Dense:
+    """`[b, r, *shape]` → Σ_r: the contribution of whatever is added to every row."""
+    return Dense(call.partition, t.sum(1) if t.shape[1] != 1 else t[:, 0])
+
+
+def images(t: Tensor, at: Layout) -> Tensor:
+    """`[batch·images, channels, …]` with the images of a sample side by side; a sample may have several."""
+    return t if at.outer == 1 else samples(t, at).flatten(0, 2)
+
+
+def channel_sums(call: Call, t: Tensor) -> Dense:
+    """`[b·k, c, …]` → `[b, c]`."""
+    summed = t.flatten(2).sum(2) if t.dim() > 2 else t
+    return Dense(
+        call.partition, summed.reshape(call.partition.batch, t.shape[0] // max(call.partition.batch, 1), t.shape[1]).sum(1)
+    )
