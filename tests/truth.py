@@ -54,7 +54,7 @@ def by_graph(model: nn.Module, inputs: tuple, weights: Tensor) -> Gradients:
     each = losses(model(*inputs), weights)
     rows = [
         torch.autograd.grad(loss, list(names.values()), retain_graph=True, allow_unused=True, materialize_grads=True)
-        for l in each
+        for loss in each
     ]
     return {n: torch.stack([r[k] for r in rows]) for k, n in enumerate(names)}
 

@@ -17,15 +17,15 @@ from varreg.engine.contribution import Contribution, combine
 
 @dataclass(frozen=True)
 class Moments:
-    r"""Mean and variance of the per-sample gradients of one parameter (paper, section 4 and S2.2).
+    """Mean and variance of the per-sample gradients of one parameter (paper, section 4 and S2.2).
 
-    With \(S=\sum_i c_i\) and \(W=\sum_u C_u^2/n_u\) over K groups of the m samples (K = m is the exact case):
+    With S = Σ c_i and W = Σ C_u²/n_u over K groups of the m samples (K = m is the exact case), for a loss that is a mean:
 
-    $$\bar g = S, \qquad v^2 = \frac{m-1}{K-1}\,(mW - S^2), \qquad \rho = v^2/\bar g^2$$
+        ḡ = S,   v² = (m−1)/(K−1) · (m·W − S²),   ρ = v²/ḡ²
 
-    for a loss that is a mean over samples; for a sum, \(\bar g\) is divided by m and \(v^2\) by m². For K = m this is
-    \(v^2=\frac1m\sum_i(g_i-\bar g)^2\) to the letter; for fewer groups it has the same expectation when samples are
-    independent and alike. ρ depends neither on the reduction nor on any loss scale.
+    For a loss that is a sum, ḡ is divided by m and v² by m². For K = m this is v² = (1/m) Σ (g_i − ḡ)² to the letter; for
+    fewer groups it has the same expectation when samples are independent and alike. ρ depends neither on the reduction nor on
+    any loss scale.
     """
 
     count: int

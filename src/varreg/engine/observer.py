@@ -70,7 +70,7 @@ class Observer:
             nn.Module, list[Where | Derived | None]
         ] = {}  # the marks of inputs that a checkpoint will want again
         self._learn()
-        self._handles = [h for m in model.modules() for h in self._hook(m)]
+        self._handles = [h for m in model.modules() if any(True for _ in m.parameters()) for h in self._hook(m)]
 
     # ---- for users ---------------------------------------------------------------------------------------------------
 

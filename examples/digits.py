@@ -1,0 +1,98 @@
+"""Train a classifier on scikit-learn's embedded digits, and print what the samples' gradients say, layer by layer."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+
+import varreg
+
+
+def data(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """1,797 images of 8 × 8 pixels, a quarter of them for testing."""
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(digits.target)
+    train, test = train_test_split(range(len(labels)), test_size=0.25, random_state=seed, stratify=labels)
+    return images[train], labels[train], images[test], labels[test]
+
+
+def classifier() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)),
+    )
+
+
+def layer_table(model: nn.Module) -> str:
+    """Mean, variance and ρ of the per-sample gradients of every parameter, as of the last backward."""
+    head = ("parameter", "mean |ḡ|", "mean v²", "median ρ", "share with ρ < m")
+    rows = [head]
+    for name, p in model.named_parameters():
+        m = varreg.moments(p)
+        if m is None:
+            continue
+        rho = m.rho.nan_to_num(0.0)
+        clear = (rho < m.count).double().mean()
+        rows.append((name, f"{m.mean.abs().mean():.2e}", f"{m.variance.mean():.2e}", f"{rho.median():.1f}", f"{clear:.0%}"))
+    widths = [max(len(r[i]) for r in rows) for i in range(len(head))]
+    lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))) for r in rows]
+    return "\n".join([lines[0], "─" * len(lines[0]), *lines[1:]])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--groups", type=int, default=None, help="estimate from this many groups; default: exact")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.manual_seed(options.seed)
+    x, y, x_test, y_test = data(options.seed)
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
+
+    observer = varreg.observe(model, groups=options.groups)
+    print("Which rule serves which parameter:\n")
+    print(observer, "\n")
+
+    print("epoch   loss  test accuracy  gradient noise scale")
+    for epoch in range(1, options.epochs + 1):
+        order, total = torch.randperm(len(x)), 0.0
+        batches = order.split(options.batch)[: len(x) // options.batch]
+        for index in batches:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x[index]), y[index])
+            loss.backward()  # an ordinary backward: the moments are there now
+            optimizer.step()
+            total += loss.item()
+        whole = observer.summary().model
+        with torch.no_grad():
+            accuracy = (model(x_test).argmax(1) == y_test).double().mean()
+        noise = whole.noise_scale if whole else float("nan")
+        print(f"{epoch:5d}  {total / len(batches):5.3f}  {accuracy:13.1%}  {noise:20,.1f}", flush=True)
+
+    print(f"\nThe last batch of {options.batch}, parameter by parameter:\n")
+    print(layer_table(model))
+    print(
+        "\n  ḡ   the mean gradient: what the batch as a whole asks for\n"
+        "  v²  the variance of the single samples' gradients: how much they disagree\n"
+        f"  ρ   v²/ḡ²: disagreement in units of the signal. The mean of m = {options.batch} samples has noise v²/m, so where\n"
+        "      ρ reaches m the mean cannot be told from zero. The regularizer makes steps shorter where ρ is large."
+    )
+    print("\nLayer by layer, and what that suggests for the batch size:\n")
+    print(observer.summary())
+    print(
+        "\n  SNR          |ḡ| over its standard error: 1 is pure noise\n"
+        "  noise scale  tr Σ/|g|²: the batch size at which noise and signal are equal"
+    )
+
+
+if __name__ == "__main__":
+    main()
