@@ -5,7 +5,8 @@
 
 A step is zero_grad, forward, backward (with moments) and SGD step. The figure is the median over rounds of the ratio to the plain
 step of the same round, with the 10 % and 90 % quantiles; memory is the peak that a fresh process needs beyond its idle state, as a
-ratio to the plain step's. Peers compute the second moment only. A tool that cannot run a workload is shown with its error.
+ratio to the plain step's. Peers compute the second moment only. Before it is timed, each tool's second moments of the first step are
+compared with those of a loop over samples: a tool that raises, misses a parameter or is off is shown as such, not timed.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import varreg
 from benchmarks.workloads import WORKLOADS, Workload
 
 Step = Callable[[], None]
+Read = Callable[[], list[Tensor]]  # the second moments (1/m) Σ g_i² of the last step, parameter by parameter
 
 
 def _setup(w: Workload) -> tuple[nn.Module, torch.optim.Optimizer, Tensor, Tensor]:
@@ -37,7 +39,7 @@ def _setup(w: Workload) -> tuple[nn.Module, torch.optim.Optimizer, Tensor, Tenso
     return model, torch.optim.SGD(model.parameters(), lr=1e-3), *w.batch()
 
 
-def plain(w: Workload) -> Step:
+def plain(w: Workload) -> tuple[Step, Read]:
     model, optimizer, x, y = _setup(w)
 
     def step() -> None:
@@ -45,11 +47,11 @@ def plain(w: Workload) -> Step:
         w.loss(model(x), y).backward()
         optimizer.step()
 
-    return step
+    return step, list
 
 
-def _varreg(groups: int | None) -> Callable[[Workload], Step]:
-    def make(w: Workload) -> Step:
+def _varreg(groups: int | None) -> Callable[[Workload], tuple[Step, Read]]:
+    def make(w: Workload) -> tuple[Step, Read]:
         model, optimizer, x, y = _setup(w)
         varreg.observe(model, groups=groups)
 
@@ -58,15 +60,16 @@ def _varreg(groups: int | None) -> Callable[[Workload], Step]:
             w.loss(model(x), y).backward()
             optimizer.step()
 
-        step()
-        assert all(varreg.moments(p) is not None for p in model.parameters())
-        return step
+        def read() -> list[Tensor]:
+            return [m.second_moment for p in model.parameters() if (m := varreg.moments(p)) is not None]
+
+        return step, read
 
     return make
 
 
-def _backpack(name: str) -> Callable[[Workload], Step]:
-    def make(w: Workload) -> Step:
+def _backpack(name: str) -> Callable[[Workload], tuple[Step, Read]]:
+    def make(w: Workload) -> tuple[Step, Read]:
         import backpack
         from backpack import extensions
 
@@ -80,12 +83,18 @@ def _backpack(name: str) -> Callable[[Workload], Step]:
                 loss(model(x), y).backward()
             optimizer.step()
 
-        return step
+        def read() -> list[Tensor]:
+            if name == "SumGradSquared":
+                return [len(x) * p.sum_grad_squared for p in model.parameters() if hasattr(p, "sum_grad_squared")]
+            scale = len(x) ** 2  # of the gradients of a mean loss
+            return [p.variance * scale + p.grad.square() for p in model.parameters() if hasattr(p, "variance")]
+
+        return step, read
 
     return make
 
 
-def opacus(w: Workload) -> Step:
+def opacus(w: Workload) -> tuple[Step, Read]:
     from opacus.grad_sample import GradSampleModule
 
     model, _, x, y = _setup(w)
@@ -96,38 +105,41 @@ def opacus(w: Workload) -> Step:
         optimizer.zero_grad()
         w.loss(wrapped(x), y).backward()
         for p in wrapped.parameters():
-            p.second_moment = p.grad_sample.square().mean(0)  # type: ignore[attr-defined]
-            p.grad_sample = None  # type: ignore[attr-defined]
+            p.second_moment = p.grad_sample.square().mean(0)
+            p.grad_sample = None
         optimizer.step()
 
-    return step
+    return step, lambda: [p.second_moment for p in wrapped.parameters()]
 
 
-def vmap(w: Workload) -> Step:
+def vmap(w: Workload) -> tuple[Step, Read]:
     model, optimizer, x, y = _setup(w)
 
     def loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         return w.loss(torch.func.functional_call(model, params, (x.unsqueeze(0),)), y.unsqueeze(0))
 
     per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
+    moments: dict[str, Tensor] = {}
 
     def step() -> None:
         optimizer.zero_grad()
         grads = per_sample({n: p.detach() for n, p in model.named_parameters()}, x, y)
         for n, p in model.named_parameters():
             p.grad = grads[n].mean(0)
-            grads[n] = grads[n].square_().mean(0)
+            moments[n] = grads[n].square_().mean(0)
         optimizer.step()
 
-    return step
+    return step, lambda: list(moments.values())
 
 
-def loop(w: Workload) -> Step:
+def loop(w: Workload) -> tuple[Step, Read]:
     model, optimizer, x, y = _setup(w)
+
+    squares = [torch.zeros_like(p) for p in model.parameters()]
 
     def step() -> None:
         totals = [torch.zeros_like(p) for p in model.parameters()]
-        squares = [torch.zeros_like(p) for p in model.parameters()]
+        torch._foreach_zero_(squares)
         for i in range(len(x)):
             optimizer.zero_grad()
             w.loss(model(x[i : i + 1]), y[i : i + 1]).backward()
@@ -138,10 +150,10 @@ def loop(w: Workload) -> Step:
             p.grad = total / len(x)
         optimizer.step()
 
-    return step
+    return step, lambda: [q / len(x) for q in squares]
 
 
-ARMS: dict[str, Callable[[Workload], Step]] = {
+ARMS: dict[str, Callable[[Workload], tuple[Step, Read]]] = {
     "plain": plain,
     "varreg": _varreg(None),
     "varreg groups=8": _varreg(8),
@@ -153,15 +165,32 @@ ARMS: dict[str, Callable[[Workload], Step]] = {
 }
 
 
+def _first_moments(arm: str, w: Workload) -> list[Tensor]:
+    step, read = ARMS[arm](w)
+    step()
+    return read()
+
+
+def _check(actual: list[Tensor], truth: list[Tensor]) -> None:
+    if len(actual) != len(truth):
+        raise ValueError(f"gives moments for {len(actual)} of {len(truth)} parameters")
+    worst = max(float((a - b).norm() / b.norm()) for a, b in zip(actual, truth, strict=True) if b.norm() > 0)
+    if worst > 1e-2:
+        raise ValueError(f"second moments are off by {worst:.0%}")
+
+
 def measure(w: Workload, arms: list[str], seconds: float) -> dict[str, Any]:
     steps: dict[str, Step] = {}
     rows: dict[str, Any] = {}
+    truth = _first_moments("one sample at a time", w)
     for name in arms:
         try:
-            steps[name] = ARMS[name](w)
+            if name != "plain" and "groups" not in name:
+                _check(_first_moments(name, w), truth)
+            steps[name], _ = ARMS[name](w)
             for _ in range(2):
                 steps[name]()
-        except Exception as error:
+        except Exception as error:  # noqa: PERF203
             steps.pop(name, None)
             rows[name] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"}
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -195,7 +224,7 @@ def peak_memory(arm: str, workload: str) -> int:
     _setup(w)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = _status("VmRSS")
-    step = ARMS[arm](w)
+    step, _ = ARMS[arm](w)
     for _ in range(3):
         step()
     return _status("VmHWM") - before
@@ -224,7 +253,11 @@ def table(results: dict[str, dict[str, Any]], arms: list[str]) -> str:
         for rows in results.values():
             row = rows[arm]
             if "error" in row:
-                cells.append("cannot run it")
+                cells.append(
+                    row["error"].split(": ", 1)[-1]
+                    if row["error"].startswith("ValueError: ")
+                    else f"raises {row['error'].split(':')[0]}"
+                )
             else:
                 memory = f", memory {row['memory']:.2f}" if row.get("memory") else ""
                 cells.append(f"{row['ratio']:.2f} ({row['low']:.2f}–{row['high']:.2f}){memory}")

@@ -75,7 +75,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, c)
         x = x + self.proj(y)
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return out
 
 
 class GPT(nn.Module):
@@ -89,7 +90,8 @@ class GPT(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
-        return self.head(self.norm(self.blocks(x)))  # type: ignore[no-any-return]
+        logits: Tensor = self.head(self.norm(self.blocks(x)))
+        return logits
 
 
 def token_loss(logits: Tensor, ids: Tensor) -> Tensor:

@@ -41,7 +41,9 @@ def layer_table(model: nn.Module) -> str:
         clear = (rho < m.count).double().mean()
         rows.append((name, f"{m.mean.abs().mean():.2e}", f"{m.variance.mean():.2e}", f"{rho.median():.1f}", f"{clear:.0%}"))
     widths = [max(len(r[i]) for r in rows) for i in range(len(head))]
-    lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))) for r in rows]
+    lines = [
+        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))) for r in rows
+    ]
     return "\n".join([lines[0], "─" * len(lines[0]), *lines[1:]])
 
 

@@ -22,10 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 21
-"""Elements of per-group gradients that are worked on at a time: large enough for full speed, small enough for the cache."""
-_AT_ONCE = 8  # groups that are worked on at a time even if they need more than that, for the sake of parallel matrix products,
-_AT_MOST = 1 << 23  # as long as they need no more elements than this
+_AT_MOST = 1 << 23  # elements that a chunk of several groups may need
 _LARGE = 1 << 15  # from here on, adding up group by group beats a reduction over groups
 
 _workspace = threading.local()
@@ -70,7 +67,14 @@ def stat_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Contribution:
-    """Per-sample contributions to one tensor's gradient, of the given shape. Subclasses say how to get them."""
+    """Per-sample contributions to one tensor's gradient, of the given shape. Subclasses say how to get them.
+
+    They are worked on in chunks of groups: as many as `chunk` elements hold, about what stays in the cache; but `at_once` groups at
+    least, for the sake of parallel matrix products, unless they would need more than 32 MiB in float32.
+    """
+
+    chunk = 1 << 21
+    at_once = 8
 
     def __init__(self, partition: Partition, shape: torch.Size):
         self.partition = partition
@@ -90,7 +94,7 @@ class Contribution:
     def chunks(self) -> Iterator[tuple[int, Tensor]]:
         for first, last, start, n in self.partition.runs():
             cost = max(self.cost(n), 1)
-            step = max(1, CHUNK // cost, min(_AT_ONCE, _AT_MOST // cost))
+            step = max(1, self.chunk // cost, min(self.at_once, _AT_MOST // cost))
             for u in range(first, last, step):
                 stop = min(u + step, last)
                 yield n, self.groups(u, stop, start + (u - first) * n, n)
@@ -157,6 +161,9 @@ class Grouped(Contribution):
 
 class Outer(Contribution):
     """c_b = Σ_r δ_br ⊗ a_br: what a matrix product gives, with δ `[b, r, o]` and a `[b, r, i]`."""
+
+    chunk = 1 << 18
+    at_once = 4
 
     def __init__(self, partition: Partition, delta: Tensor, a: Tensor, shape: torch.Size | None = None):
         super().__init__(partition, shape or torch.Size((delta.shape[-1], a.shape[-1])))

@@ -11,6 +11,7 @@ that meets such a tensor is an error that names the operation.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -71,9 +72,18 @@ def narrow(t: Tensor, at: Layout, start: int, stop: int) -> Tensor:
 
 # ---- propagation: one small function per kind of operation -------------------------------------------------------------
 
-Propagate = Callable[[Layout, Tensor, Tensor, Sequence[Any], dict[str, Any]], Where | None]
+
+class Operation(NamedTuple):
+    """A call of a torch function, and which of its outputs is asked for."""
+
+    function: Any
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    output: int
+
+
+Propagate = Callable[[Layout, Tensor, Tensor, Operation], Where | None]
 _PROPAGATE: dict[Any, Propagate] = {}
-_OURS = ("__function__", "__index__", "input", "self")  # beside the operation's own options
 
 
 def _for(*functions: Any) -> Callable[[Propagate], Propagate]:
@@ -105,7 +115,7 @@ ELEMENTWISE = frozenset(
 )
 
 
-def _broadcast(at: Layout, x: Tensor, out: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Where | None:
+def _broadcast(at: Layout, x: Tensor, out: Tensor, op: Operation) -> Where | None:
     dim = at.dim + out.dim() - x.dim()
     return at._replace(dim=dim) if out.shape[dim] == at.size else None
 
@@ -114,7 +124,7 @@ _for(*ELEMENTWISE)(_broadcast)
 
 
 @_for(*_named("reshape", "view", "flatten", "unflatten", "ravel", "reshape_as", "view_as", "squeeze", "unsqueeze"))
-def _reshape(at: Layout, x: Tensor, out: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Where | None:
+def _reshape(at: Layout, x: Tensor, out: Tensor, op: Operation) -> Where | None:
     before = math.prod(x.shape[: at.dim]) * at.outer  # row-major order is [before, batch, after], whatever the shape
     passed = 1
     for dim, size in enumerate(out.shape):
@@ -128,70 +138,77 @@ def _reshape(at: Layout, x: Tensor, out: Tensor, args: Sequence[Any], kwargs: di
 
 @_for(*_named("sum", "mean", "amax", "amin", "prod", "logsumexp", "norm", "std", "var", "max", "min", "argmax", "argmin"))
 @_for(*_named("all", "any", "nansum", "nanmean", "count_nonzero", "median"))
-def _reduce(at: Layout, x: Tensor, out: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Where | None:
+def _reduce(at: Layout, x: Tensor, out: Tensor, op: Operation) -> Where | None:
     """A tiny tensor of the same rank, whose only dimension of size 2 is the batch's, shows where the batch goes."""
-    if any(isinstance(a, Tensor) for a in args[1:]):  # torch.max(a, b) is elementwise
-        return _broadcast(at, x, out, args, kwargs)
-    options = {k: v for k, v in kwargs.items() if k not in (*_OURS, "dtype", "out")}
+    if any(isinstance(a, Tensor) for a in op.args[1:]):  # torch.max(a, b) is elementwise
+        return _broadcast(at, x, out, op)
+    options = {k: v for k, v in op.kwargs.items() if k not in ("input", "self", "dtype", "out")}
     stand_in = torch.ones([2 if dim == at.dim else 1 for dim in range(x.dim())])
-    shown = kwargs["__function__"](stand_in, *args[1:], **options)
+    shown = op.function(stand_in, *op.args[1:], **options)
     shape = (shown if isinstance(shown, Tensor) else shown[0]).shape
     return at._replace(dim=list(shape).index(2)) if 2 in shape else None
 
 
+@functools.lru_cache(maxsize=64)
+def _numbers(size: int, device: torch.device) -> Tensor:
+    return torch.arange(size, device=device)
+
+
 @_for(*_named("transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "adjoint", "select", "unbind"))
 @_for(*(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH")), Tensor.__getitem__)
-def _move(at: Layout, x: Tensor, out: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Where | None:
+def _move(at: Layout, x: Tensor, out: Tensor, op: Operation) -> Where | None:
     """Data that only moves: do the same to a tensor that holds its own batch index (of no memory: all strides but one are 0)."""
     size = max(at.size, 2)  # a size of 1 has no stride to follow
+    numbers = _numbers(size, x.device)
     shape = [size if dim == at.dim else n for dim, n in enumerate(x.shape)]
-    index = torch.arange(size, device=x.device).view([-1 if dim == at.dim else 1 for dim in range(x.dim())]).expand(shape)
-    options = {k: v for k, v in kwargs.items() if k not in _OURS}
-    moved = kwargs["__function__"](index, *args[1:], **options)
+    index = numbers.as_strided(shape, [int(dim == at.dim) for dim in range(x.dim())])
+    options = {k: v for k, v in op.kwargs.items() if k not in ("input", "self")}
+    moved = op.function(index, *op.args[1:], **options)
     moved = moved if isinstance(moved, Tensor) else moved[0]
-    is_view = moved.untyped_storage().data_ptr() == index.untyped_storage().data_ptr()
+    is_view = moved._is_view()
     for dim, n in enumerate(moved.shape):
         if n == size:
             if is_view and moved.stride(dim) == 1 and moved.storage_offset() == 0:
                 return at._replace(dim=dim)
-            kept = torch.arange(size, device=x.device).view([-1 if d == dim else 1 for d in range(moved.dim())])
+            kept = numbers.view([-1 if d == dim else 1 for d in range(moved.dim())])
             if not is_view and torch.equal(moved, kept.expand_as(moved)):
                 return at._replace(dim=dim)
     return None
 
 
 @_for(*_named("stack"))
-def _stack(at: Layout, x: Tensor, out: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Where | None:
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % out.dim()
+def _stack(at: Layout, x: Tensor, out: Tensor, op: Operation) -> Where | None:
+    dim = op.kwargs.get("dim", op.args[1] if len(op.args) > 1 else 0) % out.dim()
     return at._replace(dim=at.dim + (dim <= at.dim))
 
 
 @_for(*_named("cat", "concat", "concatenate", "cumsum", "cumprod", "softmax", "log_softmax"))
-def _along(at: Layout, x: Tensor, out: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Where | None:
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    return None if dim is not None and dim % x.dim() == at.dim else _default(at, x, out, args, kwargs)
+def _along(at: Layout, x: Tensor, out: Tensor, op: Operation) -> Where | None:
+    dim = op.kwargs.get("dim", op.args[1] if len(op.args) > 1 else 0)
+    return None if dim is not None and dim % x.dim() == at.dim else _default(at, x, out, op)
 
 
 @_for(*_named("matmul", "mm", "bmm", "__matmul__", "__rmatmul__"))
-def _matmul(at: Layout, x: Tensor, out: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Where | None:
-    first = args[0] is x
-    if kwargs["__function__"] is Tensor.__rmatmul__:
+def _matmul(at: Layout, x: Tensor, out: Tensor, op: Operation) -> Where | None:
+    first = op.args[0] is x
+    if op.function is Tensor.__rmatmul__:
         first = not first
     contracted = x.dim() - 1 if first else max(x.dim() - 2, 0)
     if at.dim == contracted:
         return None
-    other = args[1] if args[0] is x else args[0]
+    other = op.args[1] if op.args[0] is x else op.args[0]
     from_right = x.dim() - at.dim - (1 if first and other.dim() == 1 else 0)  # a vector on the right drops the last dimension
     dim = out.dim() - from_right
     return at._replace(dim=dim) if 0 <= dim < out.dim() and out.shape[dim] == at.size else None
 
 
 @_for(torch.einsum)
-def _einsum(at: Layout, x: Tensor, out: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Where | None:
-    if not isinstance(args[0], str) or "." in args[0] or "->" not in args[0]:
-        return _default(at, x, out, args, kwargs)
-    inputs, output = args[0].replace(" ", "").split("->")
-    operands = args[1] if isinstance(args[1], list | tuple) else args[1:]
+def _einsum(at: Layout, x: Tensor, out: Tensor, op: Operation) -> Where | None:
+    equation, *rest = op.args
+    if not isinstance(equation, str) or "." in equation or "->" not in equation:
+        return _default(at, x, out, op)
+    inputs, output = equation.replace(" ", "").split("->")
+    operands = rest[0] if isinstance(rest[0], list | tuple) else rest
     for letters, operand in zip(inputs.split(","), operands, strict=True):
         if operand is x:
             return at._replace(dim=output.index(letters[at.dim])) if letters[at.dim] in output else None
@@ -199,18 +216,18 @@ def _einsum(at: Layout, x: Tensor, out: Tensor, args: Sequence[Any], kwargs: dic
 
 
 @_for(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
-def _recurrent(at: Layout, x: Tensor, out: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Where | None:
+def _recurrent(at: Layout, x: Tensor, out: Tensor, op: Operation) -> Where | None:
     """The sequence keeps its order; the final states are `[layers, batch, features]`."""
-    batch_first = len(args) > 8 and args[8]
-    return Layout(at.batch, 0 if kwargs["__index__"] == 0 and batch_first else 1)
+    batch_first = len(op.args) > 8 and op.args[8]
+    return Layout(at.batch, 0 if op.output == 0 and batch_first else 1)
 
 
 @_for(F.embedding_bag)
-def _bags(at: Layout, x: Tensor, out: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Where | None:
+def _bags(at: Layout, x: Tensor, out: Tensor, op: Operation) -> Where | None:
     return Layout(out.shape[0])  # a bag is a sample
 
 
-def _default(at: Layout, x: Tensor, out: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Where | None:
+def _default(at: Layout, x: Tensor, out: Tensor, op: Operation) -> Where | None:
     """An operation of no known kind: the batch stays where it was if the sizes say so."""
     if out.dim() == x.dim() and out.shape[at.dim] == at.size:
         return at
@@ -229,13 +246,14 @@ def propagate(
 ) -> Where:
     """Where the batch is in `out`, output `index` of `function(*args, **kwargs)`, given where it is in the batched arguments."""
     rule = _PROPAGATE.get(function, _default)
+    op = Operation(function, args, kwargs, index)
     if rule in (_move, _reduce):  # these follow their first argument; another one is an index
         moving = [(x, at) for x, at in batched if (args and x is args[0]) or x is kwargs.get("input")]
         rule, batched = (rule, moving) if moving else (_default, batched)
     found: dict[Where, None] = {}
     why = None
     for x, at in batched:
-        there = rule(at, x, out, args, {**kwargs, "__function__": function, "__index__": index})
+        there = rule(at, x, out, op)
         if there is None:
             why = f"{name_of(function)} takes {tuple(x.shape)} to {tuple(out.shape)}"
         else:
