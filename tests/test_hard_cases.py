@@ -88,7 +88,7 @@ def test_one_backward_over_batches_of_different_size_is_refused():
     model = net()
     varreg.observe(model)
     with pytest.raises(
-        RuntimeError, match=r"'2\.weight' was used for .* samples and for .*Call backward\(\) once for each batch"
+        RuntimeError, match=r"'2\.weight' was used for .* samples, and another .*Call backward\(\) once for each batch"
     ):
         (model(torch.randn(6, 4)).sum() + model(torch.randn(4, 4)).sum()).backward()
 

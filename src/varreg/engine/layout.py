@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from varreg.engine.arguments import swap, tensors_in
+
 
 class Layout(NamedTuple):
     """The batch of `batch` samples sits in dimension `dim`, which is `[outer, batch, inner]` flattened."""
@@ -42,6 +44,8 @@ class Lost(NamedTuple):
     """The tensor depends on the batch, but which part of it belongs to which sample is not known."""
 
     why: str
+    mixed: bool = False
+    """Samples were mixed, or their order changed: from here on, no sample has a gradient of its own."""
 
 
 Where = Layout | Lost
@@ -110,7 +114,19 @@ ELEMENTWISE = frozenset(
         *("__mul__", "__rmul__", "__imul__", "__truediv__", "__rtruediv__", "__itruediv__", "__pow__", "__rpow__"),
         *("addcmul", "addcdiv", "lerp", "fmax", "fmin", "atan2", "hypot", "logaddexp", "__rdiv__", "__div__", "__idiv__"),
         *("eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"),
-        *("logical_and", "logical_or", "__and__", "__or__", "clamp", "clip", "masked_fill"),
+        *(
+            "logical_and",
+            "logical_or",
+            "__and__",
+            "__or__",
+            "clamp",
+            "clip",
+            "masked_fill",
+            "masked_fill_",
+            "addcmul_",
+            "addcdiv_",
+            "lerp_",
+        ),
     )
 )
 
@@ -121,6 +137,7 @@ def _broadcast(at: Layout, x: Tensor, out: Tensor, op: Operation) -> Where | Non
 
 
 _for(*ELEMENTWISE)(_broadcast)
+_for(*_named("expand", "expand_as", "repeat", "tile", "broadcast_to"))(_broadcast)
 
 
 @_for(*_named("reshape", "view", "flatten", "unflatten", "ravel", "reshape_as", "view_as", "squeeze", "unsqueeze"))
@@ -190,6 +207,8 @@ def _along(at: Layout, x: Tensor, out: Tensor, op: Operation) -> Where | None:
 
 @_for(*_named("matmul", "mm", "bmm", "__matmul__", "__rmatmul__"))
 def _matmul(at: Layout, x: Tensor, out: Tensor, op: Operation) -> Where | None:
+    if len(op.args) != 2 or op.args[0] is op.args[1]:
+        return None
     first = op.args[0] is x
     if op.function is Tensor.__rmatmul__:
         first = not first
@@ -209,26 +228,33 @@ def _einsum(at: Layout, x: Tensor, out: Tensor, op: Operation) -> Where | None:
         return _default(at, x, out, op)
     inputs, output = equation.replace(" ", "").split("->")
     operands = rest[0] if isinstance(rest[0], list | tuple) else rest
-    for letters, operand in zip(inputs.split(","), operands, strict=True):
-        if operand is x:
-            return at._replace(dim=output.index(letters[at.dim])) if letters[at.dim] in output else None
-    return None
+    places = {letters[at.dim] for letters, operand in zip(inputs.split(","), operands, strict=True) if operand is x}
+    if len(places) != 1 or not places <= set(output):
+        return None
+    return at._replace(dim=output.index(places.pop()))
 
 
 @_for(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 def _recurrent(at: Layout, x: Tensor, out: Tensor, op: Operation) -> Where | None:
-    """The sequence keeps its order; the final states are `[layers, batch, features]`."""
+    """The sequence keeps its order; states are `[layers, batch, features]`."""
     batch_first = len(op.args) > 8 and op.args[8]
-    return Layout(at.batch, 0 if op.output == 0 and batch_first else 1)
+    expected = 0 if x is op.args[0] and batch_first else 1
+    return at._replace(dim=0 if op.output == 0 and batch_first else 1) if at.dim == expected else None
+
+
+@_for(F.embedding)
+def _lookup(at: Layout, x: Tensor, out: Tensor, op: Operation) -> Where | None:
+    return at if x is op.args[0] else None  # the indices' dimensions, then the features
 
 
 @_for(F.embedding_bag)
 def _bags(at: Layout, x: Tensor, out: Tensor, op: Operation) -> Where | None:
-    return Layout(out.shape[0])  # a bag is a sample
+    """Without offsets, a row is a bag; with them, the model's inputs do not tell: a bag is a sample."""
+    return at if op.args[0].dim() == 2 and at.dim == 0 else Layout(out.shape[0])
 
 
 def _default(at: Layout, x: Tensor, out: Tensor, op: Operation) -> Where | None:
-    """An operation of no known kind: the batch stays where it was if the sizes say so."""
+    """An operation of no known kind: the sizes make a guess, which has to be tried (`is_independent`)."""
     if out.dim() == x.dim() and out.shape[at.dim] == at.size:
         return at
     if at.dim == 0 and out.dim() and out.shape[0] == at.size:
@@ -245,6 +271,8 @@ def propagate(
     index: int = 0,
 ) -> Where:
     """Where the batch is in `out`, output `index` of `function(*args, **kwargs)`, given where it is in the batched arguments."""
+    if all(at.batch == 1 for _, at in batched):
+        return only_sample(out)
     rule = _PROPAGATE.get(function, _default)
     op = Operation(function, args, kwargs, index)
     if rule in (_move, _reduce):  # these follow their first argument; another one is an index
@@ -258,12 +286,64 @@ def propagate(
             why = f"{name_of(function)} takes {tuple(x.shape)} to {tuple(out.shape)}"
         else:
             found[there] = None
-    if why is None and len(found) == 1:
-        return next(iter(found))
-    if all(at.batch == 1 for _, at in batched) and out.dim():
-        return Layout(1, 0, 1, out.shape[0])  # everything belongs to the only sample
-    places = ", ".join(map(str, found))
-    return Lost(why or f"{name_of(function)} combines tensors that carry the batch in different places ({places})")
+    if why is not None:
+        return Lost(why)
+    if len(found) > 1:
+        places = " and ".join(f"dimension {w.dim}" for w in found if isinstance(w, Layout))
+        return Lost(f"{name_of(function)} combines tensors that carry the batch in {places}", mixed=True)
+    return next(iter(found))
+
+
+def only_sample(t: Tensor) -> Where:
+    """In a batch of one everything belongs to the only sample, wherever its dimension went."""
+    return Layout(1, 0, 1, t.shape[0]) if t.dim() else Lost("a batch of one became a number")
+
+
+def is_guess(function: Any) -> bool:
+    """Does `propagate` go by sizes for this function? Then its answer has to be tried."""
+    return _PROPAGATE.get(function, _default) in (_default, _along, _matmul, _einsum)
+
+
+def is_independent(
+    function: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    batched: Sequence[tuple[Tensor, Layout]],
+    there: Layout,
+    index: int,
+) -> bool | None:
+    """Try it: when the first sample takes the second one's values, does only the first sample's part of the output change?
+
+    None if the two samples are the same, so that nothing can be told. Random functions see the same random numbers both times.
+    """
+    changed, same = {}, True
+    for x, at in batched:
+        other = x.detach().clone()
+        part = samples(other, at)
+        same = same and torch.equal(part[0], part[1])
+        part[0] = part[1]
+        changed[id(x)] = other
+    if same:
+        return None
+    devices = {x.device for x, _ in batched if x.device.type == "cuda"}
+    results = []
+    with torch.no_grad(), torch.random.fork_rng(devices):
+        state = torch.get_rng_state()
+        for new in ({}, changed):
+            torch.set_rng_state(state)
+            copies = {id(t): new.get(id(t), t.detach()).clone() for t in tensors_in(args, kwargs)}
+            given, options = swap(args, kwargs, copies)
+            out = function(*given, **options)
+            out = out if isinstance(out, Tensor) else out[index]
+            results.append(samples(out, there)[1:] if out.dim() > there.dim and out.shape[there.dim] == there.size else None)
+    before, after = results
+    if before is None or after is None or before.shape != after.shape:
+        return False
+    if not before.is_floating_point():
+        return torch.equal(before, after)
+    return torch.allclose(
+        before, after, rtol=1e-4, atol=1e-6 * float(before.abs().nan_to_num().max()) if before.numel() else 0, equal_nan=True
+    )
 
 
 def name_of(function: Any) -> str:

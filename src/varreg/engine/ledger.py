@@ -7,12 +7,13 @@ windows, sums and counts add up (micro-batches), until the gradient is cleared, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from varreg.engine.contribution import Contribution, combine
+from varreg.engine.contribution import Contribution, Partition, combine
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,12 @@ class Ledger:
     def __init__(self, name: str, reduction: str):
         self.name, self.reduction = name, reduction
         self.served: dict[str, None] = {}  # names of the rules that served it, in order of appearance
-        self.touches = 0  # uses seen in forward passes since the last window closed: an upper bound on what is to come
+        self.uses: WeakSet[object] = WeakSet()  # of the graphs that are alive, and may still arrive
+        self.expected = 0  # uses that a re-entrant checkpoint will bring: their graphs do not exist yet
         self.shared = False  # more than one use was seen in one window: always wait for all of them
         self.pending: list[Contribution] = []
+        self.arrived = 0  # uses in this window
         self.in_window = False
-        self.checked = False
         self._restart()
 
     def _restart(self) -> None:
@@ -88,31 +90,32 @@ class Ledger:
         self.count = self.groups = 0
         self.total: Tensor | None = None
         self.square: Tensor | None = None
-        self._version: int | None = None  # of p.grad when the last window closed; None: there was no p.grad
+        self.whole = False  # did the sums start together with p.grad?
+        self._seen: tuple[int, int] | None = None  # address and version of p.grad when the last window closed
 
-    def cleared(self, p: Tensor) -> bool:
-        """Were gradients cleared since the last window? By None, or by zeros written over a gradient that was not zero."""
+    def cleared(self, p: Tensor, look: bool) -> bool:
+        """Were gradients cleared since the last window? By None, or by zeros in place of a gradient that was not zero.
+
+        Zeros are looked for if `look`, or if p.grad is not the tensor that it was, or was written to.
+        """
         if p.grad is None:
-            return self._version is not None
-        if self.total is None or self._version is None or p.grad._version == self._version:
+            return self._seen is not None
+        if self.total is None or (not look and self._seen == (p.grad.data_ptr(), p.grad._version)):
             return False
         return not bool(p.grad.any()) and bool(self.total.any())
 
     def open(self, p: Tensor) -> None:
         """A window begins for this parameter."""
         if not self.in_window:
-            if p.grad is None or self.cleared(p):
+            if p.grad is None or self.cleared(p, look=True):
                 self._restart()
+                self.whole = True
             self.in_window = True
 
     def add(self, contribution: Contribution, dtype: torch.dtype) -> Tensor | None:
         """Take a use's contributions; returns their sum, which is the gradient to hand on."""
-        if self.pending and self.pending[0].partition != contribution.partition:
-            raise RuntimeError(
-                f"varreg: in one backward(), parameter '{self.name}' was used for {self.pending[0].partition.batch} samples and for "
-                f"{contribution.partition.batch}: samples cannot be matched. Call backward() once for each batch."
-            )
-        if self.shared or self.touches > 1 or self.pending:
+        self.arrived += 1
+        if self.shared or self.pending or len(self.uses) > 1 or self.expected > 1:
             self.pending.append(contribution)
             total = contribution.total()
         else:
@@ -134,12 +137,19 @@ class Ledger:
             self.shared |= len(self.pending) > 1
             self._enter(combine(self.pending))
             self.pending = []
-        self.touches = 0
+        self.expected = max(0, self.expected - self.arrived)
+        self.arrived = 0
         self.in_window = False
-        self._version = None if p.grad is None else p.grad._version
+        self._seen = None if p.grad is None else (p.grad.data_ptr(), p.grad._version)
+
+    def pass_by(self, p: Tensor, partition: Partition) -> None:
+        """A window closed in which the parameter had no use: its samples count, and contribute nothing."""
+        if self.count and p.grad is not None:
+            self.count += partition.batch
+            self.groups += partition.groups
 
     def read(self, p: Tensor) -> Moments | None:
-        if self.count == 0 or self.total is None or self.square is None or self.cleared(p):
+        if self.count == 0 or self.total is None or self.square is None or self.cleared(p, look=False):
             return None
         return Moments(self.count, self.groups, self.total, self.square, self.reduction)
 

@@ -57,6 +57,11 @@ def register_rule(module_type: type[nn.Module]) -> Callable[[ModuleRule], Module
 
 def detach_own(module: nn.Module) -> dict[str, nn.Parameter]:
     """Detach a module's own parameters, while its forward runs; returns them."""
+    if any(p.requires_grad for child in module.children() for p in child.parameters()):
+        raise ValueError(
+            f"varreg: the rule for {type(module).__name__} is for its own parameters, but it has submodules with parameters. Register "
+            "rules for those instead, or move the hidden operation into a submodule of its own."
+        )
     own: dict[str, Any] = {n: p for n, p in module._parameters.items() if p is not None}
     for name, p in own.items():
         module._parameters[name] = p.detach()
@@ -87,7 +92,6 @@ def use_rule(
         mark(output, Layout(batch))
         return output
     rule, partition = MODULE_RULES[type(module)], observer.partition(batch)
-    observer.tracer.touch(list(wanted.values()))
     targets = {n: observer.tracer.target(p, f"{kind} (registered)") for n, p in wanted.items()}
     shapes = {n: (batch, *p.shape) for n, p in wanted.items()}
     others = [None if isinstance(a, Tensor) else a for a in args]

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack, _pop_mode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from varreg.engine.checks import BATCH_NORM, batch_norm_message, check_model, check_options, check_whole, place, refuse_gradient
 from varreg.engine.contribution import Partition
-from varreg.engine.layout import Layout, Where
+from varreg.engine.layout import Layout
 from varreg.engine.ledger import LEDGERS, Ledger
 from varreg.engine.modules import MODULE_RULES, detach_own, restore_own, use_rule
 from varreg.engine.summary import Summary, summarize
-from varreg.engine.tracer import DERIVED, Derived, Tracer, forget, mark, mark_of
+from varreg.engine.tracer import DERIVED, Tracer, forget, is_tracing, mark, mark_of, new_epoch
 
 _EXPECTED = {  # the function through which each layer's parameters meet the batch, for the coverage table before the first step
     nn.Linear: "linear", nn.Bilinear: "bilinear", nn.Conv1d: "conv", nn.Conv2d: "conv", nn.Conv3d: "conv",
@@ -61,14 +64,12 @@ class Observer:
         self.tracer = Tracer(self)
         self._known: dict[int, tuple[Tensor, Ledger]] = {}  # parameters by id
         self._names: dict[nn.Module, str] = {}
-        self._running: list[nn.Module] = []  # the modules whose forward is running, outermost first
-        self._inputs: list[Tensor] | None = None  # of the forward that is traced; None while none is
-        self._detached: tuple[nn.Module, dict[str, nn.Parameter]] | None = None  # a module that a registered rule serves, running
+        self._run = _Run()
         self._window: dict[int, tuple[Tensor, Ledger]] = {}  # parameters that the running backward has reached
+        self._partition: Partition | None = None  # of the running backward's batch
+        self._windows = 0
         self._queued = False  # will the running backward close the window when it ends?
-        self._recalled: dict[
-            nn.Module, list[Where | Derived | None]
-        ] = {}  # the marks of inputs that a checkpoint will want again
+        self._recalled: dict[nn.Module, list[list[Any]]] = {}  # the marks of inputs that a checkpoint will want again
         self._learn()
         self._handles = [h for m in model.modules() if any(True for _ in m.parameters()) for h in self._hook(m)]
 
@@ -79,6 +80,7 @@ class Observer:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._reset()
         for p, ledger in self._known.values():
             if LEDGERS.get(p) is ledger:
                 del LEDGERS[p]
@@ -152,7 +154,7 @@ class Observer:
 
     def path(self) -> str:
         """The path of the module whose forward is running, with its type."""
-        module = self._running[-1] if self._running else self.model
+        module = self._run.modules[-1] if self._run.modules else self.model
         return place(self._names.get(module, ""), module)
 
     # ---- for the nodes -------------------------------------------------------------------------------------------------
@@ -164,13 +166,21 @@ class Observer:
         except RuntimeError:
             return False
 
-    def open(self, parameters: list[Tensor]) -> None:
+    def open(self, leaves: list[tuple[Tensor, Ledger]], partition: Partition) -> None:
         """Contributions to these parameters arrive: the window is open until the backward pass ends."""
         self._queue()
-        for p in parameters:
-            if id(p) not in self._window and (known := self._known.get(id(p))):
-                known[1].open(p)
-                self._window[id(p)] = known
+        if self._partition is None:
+            self._partition = partition
+        elif self._partition != partition:
+            raise RuntimeError(
+                f"varreg: in one backward(), '{leaves[0][1].name}' was used for {partition.batch} samples, and another parameter or "
+                f"use for {self._partition.batch}: samples cannot be matched. Call backward() once for each batch; and if a layer's "
+                "input folds other dimensions into the batch, let the fold happen inside of the model's own forward()."
+            )
+        for p, ledger in leaves:
+            if id(p) not in self._window:
+                ledger.open(p)
+                self._window[id(p)] = (p, ledger)
 
     def abort(self) -> None:
         """The backward pass fails: what arrived stays counted, as what it added to `p.grad` does, and the window is over."""
@@ -183,10 +193,18 @@ class Observer:
             self._queued = True
 
     def _close(self, check: bool = True) -> None:
-        window, self._window, self._queued, self._recalled = self._window, {}, False, {}
+        window, partition, first = self._window, self._partition, self._windows == 0
+        self._window, self._partition, self._queued, self._recalled = {}, None, False, {}
+        self._windows += 1
         for p, ledger in window.values():
             ledger.close(p)
-            if check:
+        if partition is not None:
+            for key, (p, ledger) in self._known.items():
+                if key not in window:
+                    ledger.pass_by(p, partition)
+        if check and window:  # every parameter at first, then one at a time, in turn
+            reached = list(window.values())
+            for p, ledger in reached if first else [reached[self._windows % len(reached)]]:
                 check_whole(p, ledger)
 
     # ---- hooks -------------------------------------------------------------------------------------------------------
@@ -208,35 +226,41 @@ class Observer:
 
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """A module's forward begins; with the outermost one's, tracing does."""
-        grad = torch.is_grad_enabled()
-        if not self._running:
+        run, grad = self._run, torch.is_grad_enabled()
+        if run.modules and module is run.modules[0] and not _is_on_stack(run.frame):
+            self._reset()  # an earlier forward was interrupted, and its hooks never called
+        if not run.modules:
+            run.frame = sys._getframe(2)
             if grad:
                 self._begin(module, args, kwargs)
-        elif not grad and self._inputs is not None:  # a re-entrant checkpoint runs forward without gradients, and again later
+        elif not grad and run.inputs is not None:  # a re-entrant checkpoint runs forward without gradients, and again later
             with torch._C.DisableTorchFunction():
-                self._recalled[module] = [mark_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        self._running.append(module)
-        if grad and type(module) in MODULE_RULES and self._inputs is not None and self._detached is None:
-            self._detached = module, detach_own(module)
+                marks = [mark_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            self._recalled.setdefault(module, []).append(marks)
+        run.modules.append(module)
+        if grad and type(module) in MODULE_RULES and run.inputs is not None and run.detached is None:
+            run.detached = module, detach_own(module)
             self.tracer.__exit__(None, None, None)
 
     def leave(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """A module's forward ends, or failed, which leaves no output."""
-        if not self._running or self._running[-1] is not module:
+        run, result = self._run, None
+        if not run.modules or run.modules[-1] is not module:
             return None  # its forward never began: another hook raised before ours was called
-        result = None
         try:
-            if self._detached is not None and self._detached[0] is module:
-                own, self._detached = self._detached[1], None
+            if run.detached is not None and run.detached[0] is module:
+                own, run.detached = run.detached[1], None
                 restore_own(module, own)
                 self.tracer.__enter__()
                 if output is not None:
                     with torch._C.DisableTorchFunction():
                         result = output = use_rule(self, self._names.get(module, ""), module, own, args, kwargs, output)
         finally:
-            self._running.pop()
-            if not self._running and self._inputs is not None:
-                self._end(output)
+            run.modules.pop()
+            if not run.modules:
+                run.frame = None
+                if run.inputs is not None:
+                    self._end(output)
         return result
 
     def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -245,10 +269,12 @@ class Observer:
             self._queue()
         elif self._queued or self._window:  # an earlier backward pass failed and never closed its window
             self.abort()
+        if not is_tracing():
+            new_epoch()
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        recalled = self._recalled.get(module, []) if again else []
-        if len(recalled) == len(inputs):
-            marks = recalled
+        recalled = self._recalled.get(module) if again else None
+        marks: list[Any] = recalled.pop() if recalled else []
+        if again and marks and len(marks) == len(inputs):
             self.tracer.batch = next((where.batch for where in marks if isinstance(where, Layout)), 0)
         else:
             self.tracer.batch = next((t.shape[self.batch_dim] for t in inputs if t.dim() > self.batch_dim), 0)
@@ -256,17 +282,44 @@ class Observer:
         for t, where in zip(inputs, marks, strict=True):
             if where is not None:
                 mark(t, where)
-        self.tracer.counting = not again
-        self._inputs = inputs
+        self._run.inputs = inputs
         self.tracer.__enter__()
 
     def _end(self, output: Any) -> None:
+        inputs, self._run.inputs = self._run.inputs, None
         self.tracer.__exit__(None, None, None)
         for t in tree_leaves(output):
             if isinstance(t, Tensor) and mark_of(t) is DERIVED and t.requires_grad and not t.is_leaf:
                 t.register_hook(refuse_gradient(tuple(t.shape)))
-        forget((self._inputs, output))
-        self._inputs = None
+        if not is_tracing():  # another observed model, around this one, may still need the marks
+            forget((inputs, output))
+
+    def _reset(self) -> None:
+        """Forget a forward that never ended."""
+        if self._run.detached is not None:
+            restore_own(*self._run.detached)
+        while any(mode is self.tracer for mode in _get_current_function_mode_stack()):
+            _pop_mode()
+        self._run = _Run()
+
+
+class _Run(threading.local):
+    """The forward that is running, in each thread."""
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []  # whose forward is running, outermost first
+        self.frame: Any = None  # the outermost one's call
+        self.inputs: list[Tensor] | None = None  # of the forward that is traced; None while none is
+        self.detached: tuple[nn.Module, dict[str, nn.Parameter]] | None = None  # a module that a registered rule serves, running
+
+
+def _is_on_stack(frame: Any) -> bool:
+    here: Any = sys._getframe(1)
+    while here is not None:
+        if here is frame:
+            return True
+        here = here.f_back
+    return False
 
 
 class _Enter:

@@ -8,7 +8,7 @@ place where a parameter learns about samples. There,
 - a function with a rule is run with the parameter detached, and a `Use` node takes over the parameter's gradient: the sum of the
   contributions that it also measures;
 - an element-wise operation gets the parameter expanded along the batch, so that autograd itself delivers its gradient sample
-  by sample (`Spread`);
+  by sample (`Spread`); so does one that pairs a tensor made of parameters with the batch, such as attention's queries;
 - anything else is run as it is, and the backward pass repeats it one group of samples at a time (`Repeat`), which is exact or,
   where the contributions do not add up to the gradient, an error.
 
@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from varreg.engine.arguments import flatten, refill, swap, tensors_in, without_tensors
 from varreg.engine.contribution import Contribution
-from varreg.engine.layout import ELEMENTWISE, Layout, Lost, Where, name_of, propagate
+from varreg.engine.layout import ELEMENTWISE, Layout, Lost, Where, is_guess, is_independent, name_of, only_sample, propagate
 from varreg.engine.nodes import Repeat, Repetition, Spread, Target, Use
 from varreg.engine.rules import RULES, STACKED, Call, Rule
 
@@ -45,21 +45,39 @@ class Derived:
 
 
 DERIVED = Derived()
-_EXPAND = frozenset(
-    (Tensor.expand, Tensor.expand_as, Tensor.repeat, torch.broadcast_to, Tensor.broadcast_to, torch.tile, Tensor.tile)
-)
 _JOIN = frozenset((torch.cat, torch.concat, torch.concatenate, torch.stack))
-_SHAPE_ONLY = frozenset(
-    (Tensor.view_as, Tensor.reshape_as, Tensor.type_as, Tensor.to, torch.zeros_like, torch.ones_like, Tensor.new_zeros)
+# functions whose result depends on other tensors by their shape or type alone, and those whose result is a constant
+_LIKE = ("view_as", "reshape_as", "expand_as", "type_as", "to")
+_FIRST = frozenset(getattr(Tensor, name) for name in _LIKE)
+_NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
+_CONSTANT = frozenset(
+    [*(getattr(Tensor, name) for name in _NEW), torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like]
 )
+_CELLS = (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
+_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm)
+
+_epoch = 0  # of the forward pass under way: marks of an earlier one mean nothing
+
+
+def new_epoch() -> None:
+    global _epoch
+    _epoch += 1
 
 
 def mark_of(t: Tensor) -> Where | Derived | None:
-    return t.__dict__.get(_MARK)
+    """What is known of a tensor in this forward pass."""
+    kept = t.__dict__.get(_MARK)
+    if kept is None or kept[0] != _epoch:
+        return None
+    payload = kept[1]
+    return Layout._make(payload) if len(payload) == 4 else Lost(*payload) if payload else DERIVED
 
 
 def mark(t: Tensor, where: Where | Derived) -> None:
-    t.__dict__[_MARK] = where
+    """Note it, as plain numbers and strings, so that a marked tensor can still be saved and loaded by anyone."""
+    if isinstance(where, Layout) and where.batch == 1:
+        where = only_sample(t)
+    t.__dict__[_MARK] = (_epoch, () if isinstance(where, Derived) else tuple(where))
 
 
 def unmark(t: Tensor) -> None:
@@ -83,21 +101,23 @@ class Tracer(TorchFunctionMode):
         super().__init__()
         self.observer = observer
         self.batch = 0  # of the forward pass under way
-        self.counting = True  # False while a checkpoint runs a module again
         self._python: dict[Any, Callable[..., Any] | None] = {}
+        self._tried: set[Any] = set()  # calls that are known to keep samples apart
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if func in _CONSTANT:
+            return func(*args, **kwargs)
         batched: list[tuple[Tensor, Layout]] = []
         tracked: list[Tensor] = []
         lost: Lost | None = None
-        for t in tensors_in(args, kwargs):
+        for t in args[:1] if func in _FIRST else tensors_in(args, kwargs):
             where = mark_of(t)
             if isinstance(where, Layout):
                 batched.append((t, where))
             elif isinstance(where, Lost):
                 lost = where
-            elif where is DERIVED or self.observer.ledger(t):
+            elif (where is DERIVED and t.requires_grad) or self.observer.ledger(t):
                 tracked.append(t)
             elif t.grad_fn is not None:  # made where the tracer did not see it: the contract says that the batch comes first
                 at = self.observer.contract(t, self.batch)
@@ -109,30 +129,74 @@ class Tracer(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is F.batch_norm:
             self.observer.check_batch_norm(args, kwargs)
-        if tracked and (batched or lost) and func not in _SHAPE_ONLY:
+        if tracked and (batched or lost):
             return self._meet(func, args, kwargs, batched, tracked, lost)
+        if batched and func is Tensor.__setitem__:
+            return self._write(args, batched, lost)
         out = func(*args, **kwargs)
         if lost:
-            self._mark(func, args, out, lambda t, i: lost)
+            self._mark(out, lambda t, i: lost)
         elif batched:
-            self._mark(func, args, out, lambda t, i: propagate(func, args, kwargs, batched, t, i))
+            self._mark(out, lambda t, i: self.where(func, args, kwargs, batched, t, i))
         elif torch.is_grad_enabled():
-            if func in _EXPAND and isinstance(out, Tensor) and (at := self._expanded(tracked[0], out)):
-                return self._spread_expanded(tracked[0], out, at)
-            self._mark(func, args, out, lambda t, i: DERIVED)
+            self._mark(out, lambda t, i: DERIVED if t.requires_grad else None)
         return out
 
-    def _mark(self, func: Any, args: Sequence[Any], out: Any, where: Callable[[Tensor, int], Where | Derived]) -> None:
-        if isinstance(out, Tensor):
-            if not self.observer.ledger(out):
-                mark(out, where(out, 0))
-        elif isinstance(out, list | tuple):
-            for i, t in enumerate(out):
-                if isinstance(t, Tensor):
-                    mark(t, where(t, i))
-        elif out is None and func is Tensor.__setitem__ and not isinstance(mark_of(args[0]), Layout):
-            at = self.observer.contract(args[0], self.batch)
-            mark(args[0], at if at else Lost(f"__setitem__ into a tensor of shape {tuple(args[0].shape)}"))
+    def _mark(self, out: Any, where: Callable[[Tensor, int], Where | Derived | None]) -> None:
+        for i, t in enumerate(out if isinstance(out, list | tuple) else (out,)):
+            if isinstance(t, Tensor) and not self.observer.ledger(t) and (found := where(t, i)) is not None:
+                mark(t, found)
+
+    def where(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        batched: list[tuple[Tensor, Layout]],
+        out: Tensor,
+        index: int,
+    ) -> Where:
+        """Where the batch is in an output. A guess is tried, once for each kind of call; samples that are mixed are an error."""
+        there = propagate(func, args, kwargs, batched, out, index)
+        if self.observer.batch_norm == "contribution":  # samples may meet: what reaches a parameter through their rows is theirs
+            return there
+        if isinstance(there, Layout) and there.batch > 1 and is_guess(func):
+            rest = [a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor | list | tuple)]
+            key = (func, index, there.dim, repr(rest), tuple((x.dim(), at.dim, at.outer > 1, at.inner > 1) for x, at in batched))
+            if key not in self._tried:
+                independent = is_independent(func, args, kwargs, batched, there, index)
+                if independent:
+                    self._tried.add(key)
+                elif independent is False:
+                    there = Lost(f"{name_of(func)} mixes samples, or changes their order", mixed=True)
+        differentiable = torch.is_grad_enabled() and out.is_floating_point() and any(x.requires_grad for x, _ in batched)
+        if differentiable and isinstance(there, Lost) and there.mixed:
+            raise ValueError(
+                f"varreg: in {self.observer.path()}, {there.why}: a sample has no gradient of its own, and its variance does not "
+                f"exist. Is the batch in dimension {self.observer.batch_dim} of every layer's input (MultiheadAttention and recurrent "
+                "layers: batch_first=True)? If samples are meant to meet, observe(..., batch_norm='contribution') measures each "
+                "sample's contribution to the gradient instead."
+            )
+        return there
+
+    def _write(self, args: Sequence[Any], batched: list[tuple[Tensor, Layout]], lost: Lost | None) -> None:
+        """`t[index] = value` with a value that carries the batch: `t` then carries it where the index takes it from."""
+        t, index, value = args
+        Tensor.__setitem__(t, index, value)
+        if isinstance(mark_of(t), Layout) and not lost:
+            return
+        at = mark_of(value) if isinstance(value, Tensor) else None
+        places = []
+        if isinstance(at, Layout) and at.plain and not lost:
+            for dim, size in enumerate(t.shape):
+                part = (
+                    propagate(Tensor.__getitem__, (t, index), {}, [(t, Layout(at.batch, dim))], t[index])
+                    if size == at.batch
+                    else None
+                )
+                if isinstance(part, Layout) and part.dim - t[index].dim() == at.dim - value.dim():
+                    places.append(Layout(at.batch, dim))
+        mark(t, places[0] if len(places) == 1 else Lost(f"__setitem__ into a tensor of shape {tuple(t.shape)}"))
 
     # ---- a parameter meets the batch ---------------------------------------------------------------------------------
 
@@ -140,7 +204,6 @@ class Tracer(TorchFunctionMode):
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], batched: list[tuple[Tensor, Layout]], tracked: list[Tensor],
         lost: Lost | None,
     ) -> Any:  # fmt: skip
-        self.touch(tracked)
         if func in STACKED and isinstance(args[1], Tensor) and not args[1].is_floating_point():
             self._refuse(func, tracked, "packed sequences are not supported: pad them, and mask the loss")
         if func in STACKED and args[4] > 1 and args[5] > 0 and args[6]:
@@ -151,8 +214,9 @@ class Tracer(TorchFunctionMode):
             with self:
                 return python(*args, **kwargs)
         if not torch.is_grad_enabled():
+            self.expect(tracked)
             out = func(*args, **kwargs)
-            self._mark(func, args, out, lambda t, i: lost or propagate(func, args, kwargs, batched, t, i))
+            self._mark(out, lambda t, i: lost or self.where(func, args, kwargs, batched, t, i))
             return out
         if lost:
             self._refuse(func, tracked, f"the batch cannot be followed to it: {lost.why}")
@@ -160,8 +224,13 @@ class Tracer(TorchFunctionMode):
             self._refuse(
                 func, tracked, "values made of parameters are written into a tensor; build it with torch.cat or torch.where"
             )
+        if _in_place(func) and any(args[0] is t for t in tracked):
+            self._refuse(func, tracked, "a tensor made of parameters is changed in place; write it as a new tensor")
         if func in ELEMENTWISE or func in _JOIN:
             return self._elementwise(func, args, kwargs, batched, tracked)
+        if new := self._aligned(func, args, batched, tracked):
+            args, kwargs = swap(args, kwargs, new)
+            return self.__torch_function__(func, (), args, kwargs)
         if rule and (out := self._ruled(rule, func, args, kwargs, batched, tracked)) is not None:
             return out
         return self._repeated(func, args, kwargs, batched, tracked)
@@ -194,11 +263,11 @@ class Tracer(TorchFunctionMode):
             stack += [n for n, _ in node.next_functions]
         return list(found.values())
 
-    def touch(self, tracked: list[Tensor]) -> None:
-        """Count the uses that a backward pass may bring. A checkpoint's second run was counted at its first."""
-        for t in tracked if self.counting else ():
+    def expect(self, tracked: list[Tensor]) -> None:
+        """A use without gradients, inside of a forward with them: a re-entrant checkpoint will run it again in the backward pass."""
+        for t in tracked:
             for _, ledger in self._leaves(t):
-                ledger.touches += 1
+                ledger.expected += 1
 
     def _written_in_python(self, func: Any) -> Callable[..., Any] | None:
         if func not in self._python:
@@ -217,9 +286,11 @@ class Tracer(TorchFunctionMode):
         tracked: list[Tensor],
     ) -> Any:  # fmt: skip
         bound = rule.bind(args, kwargs)
-        flat = flatten(bound)
+        flat = flatten(bound or {})
         params = {id(t): t for t in tracked}
         wants = frozenset(name for name, t in flat.items() if id(t) in params)
+        if bound is None or not {name.partition(".")[0] for name in wants} <= rule.serves:
+            return None
         detached = {i: t.detach() for i, t in params.items()}
         layouts = {name: where for name, t in flat.items() if isinstance(where := mark_of(t), Layout)}
         for t, at in batched:  # those that follow the contract carry no mark
@@ -227,7 +298,7 @@ class Tracer(TorchFunctionMode):
         free_args, free_kwargs = swap(args, kwargs, detached if rule.takes_over else {})
         out = (rule.forward or func)(*free_args, **free_kwargs)
         outs = [out] if isinstance(out, Tensor) else list(out)
-        places = [propagate(func, args, kwargs, batched, t, i) for i, t in enumerate(outs)]
+        places = [self.where(func, args, kwargs, batched, t, i) for i, t in enumerate(outs)]
         if isinstance(places[0], Lost):
             return None
         partition = self.observer.partition(places[0].batch)
@@ -242,8 +313,10 @@ class Tracer(TorchFunctionMode):
 
         def contributions(grads: list[Tensor | None], saved: Sequence[Tensor]) -> list[tuple[Target, Contribution | None]]:
             values = refill(bound, dict(zip(names, saved, strict=True)))
-            found = rule.run(call, grads, **values) if any(g is not None for g in grads) else {}
-            return [(target, found.get(name)) for name, target in targets]
+            if all(g is None for g in grads):
+                return [(target, None) for _, target in targets]
+            found = rule.run(call, grads, **values)
+            return [(target, found[name]) for name, target in targets]
 
         used = Use.apply(contributions, rule.takes_over, len(outs), len(order), *outs, *(flat[n] for n in order), *keep.values())
         for t, where in zip(used, places, strict=True):
@@ -262,13 +335,9 @@ class Tracer(TorchFunctionMode):
         for t in tracked:
             padded = t if func in _JOIN else t[(None,) * (rank - t.dim())]
             size = padded.shape[there.dim] if padded.dim() else 1
-            if (
-                size not in (1, there.size)
-                or (size == there.size != 1 and not there.plain)
-                or (size == 1 and func in _JOIN and there.size != 1)
-            ):
+            aligned = there.batch == 1 or (size == there.size != 1 and there.plain)
+            if not aligned and (size != 1 or func in _JOIN):
                 self._refuse(func, [t], f"its shape {tuple(t.shape)} fits the batch of {there.batch} nowhere")
-            aligned = size == there.size != 1
             shape = [there.size if d == there.dim else n for d, n in enumerate(padded.shape)]
             target = self.target(t, name_of(func).strip("_"))
             new[id(t)] = Spread.apply(t, target, shape, there, aligned, self.observer.partition(there.batch))
@@ -276,25 +345,33 @@ class Tracer(TorchFunctionMode):
         args, kwargs = swap(args, kwargs, new)
         everything = [*batched, *((s, there) for s in new.values())]
         out = func(*args, **kwargs)
-        self._mark(func, args, out, lambda t, i: propagate(func, args, kwargs, everything, t, i))
+        self._mark(out, lambda t, i: self.where(func, args, kwargs, everything, t, i))
         return out
 
-    def _expanded(self, t: Tensor, out: Tensor) -> Layout | None:
-        """Was a tensor without a batch expanded to the batch? Then it has one from here on."""
-        shape = (1,) * (out.dim() - t.dim()) + tuple(t.shape)
-        for dim, (old, new) in enumerate(zip(shape, out.shape, strict=True)):
-            if old == 1 and new == self.batch > 1:
-                return Layout(self.batch, dim)
-        return None
-
-    def _spread_expanded(self, t: Tensor, out: Tensor, at: Layout) -> Tensor:
-        self.touch([t])
-        shape = [at.size if d == at.dim else n for d, n in enumerate((1,) * (out.dim() - t.dim()) + tuple(t.shape))]
-        spread = Spread.apply(t, self.target(t, "expand"), shape, at, False, self.observer.partition(at.batch))
-        multiples = [o // s for o, s in zip(out.shape, shape, strict=True)]
-        result: Tensor = spread if all(m == 1 for m in multiples) else spread.repeat(multiples)
-        mark(result, at)
-        return result
+    def _aligned(
+        self, func: Any, args: Sequence[Any], batched: list[tuple[Tensor, Layout]], tracked: list[Tensor]
+    ) -> dict[int, Tensor]:
+        """Tensors made of parameters that a function pairs with the batch, sample by sample: they carry it from here on."""
+        x, at = batched[0]
+        new = {}
+        for t in tracked:
+            if func is F.scaled_dot_product_attention:
+                dim = at.dim if t.dim() == x.dim() and at.dim < x.dim() - 2 else None
+            elif func in _PRODUCTS:
+                dim = t.dim() - (x.dim() - at.dim) if x.dim() - at.dim > 2 else None
+            elif func in STACKED or func in _CELLS:
+                states = args[1] if isinstance(args[1], list | tuple) else (args[1],)
+                dim = (1 if func in STACKED else 0) if any(t is state for state in states) else None
+            elif func is F.bilinear:
+                dim = at.dim if any(t is u for u in args[:2]) and at.dim < x.dim() - 1 else None
+            else:
+                dim = None
+            if dim is not None and 0 <= dim < t.dim() and t.shape[dim] == at.size > 1 and at.plain:
+                there = at._replace(dim=dim)
+                target = self.target(t, name_of(func).strip("_"))
+                new[id(t)] = Spread.apply(t, target, list(t.shape), there, True, self.observer.partition(at.batch))
+                mark(new[id(t)], there)
+        return new
 
     # ---- everything else ---------------------------------------------------------------------------------------------
 
@@ -309,7 +386,7 @@ class Tracer(TorchFunctionMode):
         out = func(*swap(args, kwargs, new)[0], **swap(args, kwargs, new)[1])
         outs = [t for t in ([out] if isinstance(out, Tensor) else out) if isinstance(t, Tensor)]
         for i, t in enumerate(outs):
-            at = propagate(func, args, kwargs, batched, t, i)
+            at = self.where(func, args, kwargs, batched, t, i)
             mark(t, at)
             if isinstance(at, Layout):
                 call.partition = self.observer.partition(at.batch)
@@ -317,6 +394,16 @@ class Tracer(TorchFunctionMode):
             elif t.requires_grad:
                 self._refuse(func, tracked, f"it is not known which part of its result belongs to which sample: {at.why}")
         return out
+
+
+def _in_place(func: Any) -> bool:
+    name = name_of(func)
+    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))
+
+
+def is_tracing() -> bool:
+    """Is any observed model's forward being traced in this thread?"""
+    return any(isinstance(mode, Tracer) for mode in _get_current_function_mode_stack())
 
 
 def forget(tree: Any) -> None:

@@ -72,7 +72,11 @@ def _same(kernel: Sequence[int], dilation: Sequence[int]) -> list[tuple[int, int
     return [(t // 2, t - t // 2) for t in total]
 
 
-@rule(F.conv1d, F.conv2d, F.conv3d, saves="input", when=batch_first)
+def _is_batch(call: Call) -> bool:
+    return batch_first(call) and len(call.shapes["input"]) == len(call.shapes["weight"])  # not a single image without a batch
+
+
+@rule(F.conv1d, F.conv2d, F.conv3d, saves="input", when=_is_batch)
 def conv(
     call: Call,
     grads: list[Tensor],
@@ -100,7 +104,7 @@ def conv(
     return out
 
 
-@rule(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, saves="input", when=batch_first)
+@rule(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, saves="input", when=_is_batch)
 def conv_transpose(
     call: Call,
     grads: list[Tensor],

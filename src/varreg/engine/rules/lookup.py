@@ -10,7 +10,7 @@ from torch import Tensor
 
 from varreg.engine.contribution import Contribution, Lazy, Partition, stat_dtype
 from varreg.engine.layout import samples
-from varreg.engine.rules.rule import Call, Contributions, rule
+from varreg.engine.rules.rule import Call, Contributions, batch_first, rule
 
 
 def _lookup(call: Call, shape: torch.Size, ids: Tensor, dy: Tensor, skip: int | None) -> Contribution:
@@ -59,7 +59,7 @@ class SparseRows(Lazy):
         return zeros.index_add_(0, self.ids.flatten(), self.dy.flatten(0, 1))
 
 
-@rule(F.embedding, saves="input")
+@rule(F.embedding, serves="weight", saves="input")
 def embedding(
     call: Call,
     grads: list[Tensor],
@@ -79,7 +79,7 @@ def embedding(
     return {"weight": _lookup(call, call.shapes["weight"], ids, call.rows(grads[0]), padding_idx)}
 
 
-@rule(F.embedding_bag, saves="input offsets per_sample_weights weight", when=lambda call: call.wants == {"weight"})
+@rule(F.embedding_bag, saves="input offsets per_sample_weights weight", serves="weight", when=batch_first)
 def embedding_bag(
     call: Call,
     grads: list[Tensor],
@@ -132,5 +132,6 @@ def embedding_bag(
         longest = int(position.max()) + 1 if len(flat) else 0
         ids = flat.new_zeros(len(dy), longest).index_put((bag, position), flat)
         padded = share.new_zeros(len(dy), longest, share.shape[1]).index_put((bag, position), share)
+        ids, padded = samples(ids, call.out).reshape(call.out.batch, -1), call.rows(padded)
         out["weight"] = _lookup(call, call.shapes["weight"], ids, padded, None)
     return out

@@ -35,7 +35,7 @@ def linear(call: Call, grads: list[Tensor], input: Tensor, weight: None, bias: N
     return out
 
 
-@rule(torch.addmm, saves="mat1", when=lambda call: "mat1" not in call.wants and len(call.shapes["input"]) == 1)
+@rule(torch.addmm, serves="input mat2", saves="mat1", when=lambda call: len(call.shapes["input"]) == 1)
 def addmm(
     call: Call, grads: list[Tensor], input: None, mat1: Tensor, mat2: None, *, beta: float = 1, alpha: float = 1
 ) -> Contributions:
@@ -51,8 +51,9 @@ def addmm(
 
 @rule(
     *(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm),
+    serves="other",
     saves="input",
-    when=lambda call: "input" not in call.wants and len(call.shapes["other"]) <= 2 and len(call.shapes["input"]) > 1,
+    when=lambda call: len(call.shapes["other"]) <= 2 and len(call.shapes["input"]) > 1,
     forward=_folded_matmul,
 )
 def matmul(call: Call, grads: list[Tensor], input: Tensor, other: None) -> Contributions:

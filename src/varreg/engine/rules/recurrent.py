@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from varreg.engine.contribution import Dense, Outer
+from varreg.engine.layout import samples
 from varreg.engine.rules.rule import Call, Contributions, rule
 
 State = tuple[Tensor, ...]
@@ -58,17 +59,26 @@ class _Taps:
         self.names.append(names)
         return y + zero
 
+    @staticmethod
+    def _rows(call: Call, t: Tensor) -> Tensor:
+        """`[b, o]` of one step or `[t, b, o]` of all, with b folded as the layout says: as `[batch, rows, o]`."""
+        t = t.transpose(0, 1) if t.dim() == 3 else t.unsqueeze(1)
+        at = call.out
+        if at.batch == 1:
+            return t.reshape(1, -1, t.shape[-1])
+        return t if at.plain else samples(t, at._replace(dim=0)).reshape(at.batch, -1, t.shape[-1])
+
     def contributions(self, call: Call, outputs: list[Tensor], grads: list[Tensor | None]) -> Contributions:
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
         deltas = torch.autograd.grad([o for o, _ in pairs], self.zeros, [g for _, g in pairs], allow_unused=True)
         found: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
         for zero, delta, x, names in zip(self.zeros, deltas, self.inputs, self.names, strict=True):
             d = torch.zeros_like(zero) if delta is None else delta
-            for name in names:  # [b, o] of one step or [t, b, o] of all: as [b, t, o]
+            for name in names:
                 if name in call.wants:
                     left, right = found.setdefault(str(name), ([], []))
-                    left.append(d.transpose(0, 1) if d.dim() == 3 else d.unsqueeze(1))
-                    right.append(x.transpose(0, 1) if x.dim() == 3 else x.unsqueeze(1))
+                    left.append(self._rows(call, d))
+                    right.append(self._rows(call, x))
         out: Contributions = {}
         for name, (left, right) in found.items():
             delta = torch.cat(left, 1)
@@ -113,12 +123,8 @@ def _layers(
         return taps.contributions(call, outputs, grads)
 
 
-def _only_weights(call: Call) -> bool:
-    return all(name.startswith("params.") for name in call.wants)
-
-
-def _only_cell_weights(call: Call) -> bool:
-    return call.wants <= {"w_ih", "w_hh", "b_ih", "b_hh"}
+def _cell_batch(call: Call) -> bool:
+    return call.out.batch == 1 or all(at == call.out and at.dim == 0 for at in call.layouts.values())
 
 
 def _register(layer: Any, step: Any, cell: Cell, name: str) -> None:
@@ -147,8 +153,9 @@ def _register(layer: Any, step: Any, cell: Cell, name: str) -> None:
             return taps.contributions(call, list(cell(gi, gh, state)), grads)
 
     run.__name__, run_cell.__name__ = name, f"{name}_cell"
-    rule(layer, saves="input hx params", when=_only_weights, takes_over=False)(run)
-    rule(step, saves="input hx w_ih w_hh b_ih b_hh", when=_only_cell_weights, takes_over=False)(run_cell)
+    rule(layer, serves="params", saves="input hx params", takes_over=False)(run)
+    weights = "w_ih w_hh b_ih b_hh"
+    rule(step, serves=weights, saves=f"input hx {weights}", when=_cell_batch, takes_over=False)(run_cell)
 
 
 _register(torch.lstm, torch.lstm_cell, _lstm, "lstm")

@@ -48,6 +48,8 @@ class Rule(NamedTuple):
     name: str
     names: tuple[str, ...]
     """The served function's arguments, in order."""
+    serves: frozenset[str]
+    """The arguments whose contributions it can give. If a parameter comes as another one, the general rule serves the call."""
     saves: frozenset[str]
     """The tensor arguments that are kept for the backward pass."""
     run: Callable[..., Contributions]
@@ -58,8 +60,9 @@ class Rule(NamedTuple):
     takes_over: bool
     """Do the contributions replace autograd's own gradient of the parameters? If not, they are measured beside it."""
 
-    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        return {**dict(zip(self.names, args, strict=False)), **kwargs}
+    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """The arguments by name; None if some have names that the rule does not know."""
+        return {**dict(zip(self.names, args, strict=False)), **kwargs} if kwargs.keys() <= set(self.names) else None
 
 
 RULES: dict[Any, Rule] = {}
@@ -67,6 +70,7 @@ RULES: dict[Any, Rule] = {}
 
 def rule(
     *functions: Any,
+    serves: str = "weight bias",
     saves: str = "",
     when: Callable[[Call], bool] = lambda call: True,
     forward: Callable[..., Any] | None = None,
@@ -77,7 +81,9 @@ def rule(
     def add(run: Callable[..., Contributions]) -> Callable[..., Contributions]:
         names = tuple(inspect.signature(run).parameters)[2:]
         for function in functions:
-            RULES[function] = Rule(run.__name__, names, frozenset(saves.split()), run, when, forward, takes_over)
+            RULES[function] = Rule(
+                run.__name__, names, frozenset(serves.split()), frozenset(saves.split()), run, when, forward, takes_over
+            )
         return run
 
     return add
