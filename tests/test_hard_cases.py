@@ -608,7 +608,9 @@ def test_a_lost_batch_names_the_module_and_the_operation():
 def test_samples_that_are_mixed_are_refused():
     model = Fn(lambda s, x: s.w @ x, w=weight(6, 6)).double()
     varreg.observe(model)
-    with pytest.raises(ValueError, match="it is not known which part of its result belongs to which sample: matmul takes"):
+    with pytest.raises(
+        ValueError, match="it is not known which part of its result belongs to which sample: matmul combines samples"
+    ):
         model(torch.randn(6, 4))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,11 @@ from torch import Tensor, nn
 from varreg.engine.ledger import LEDGERS, Ledger
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    dynamo = sys.modules.get("torch._dynamo")  # not imported by us: it takes a second
+    return module._compiled_call_impl is not None or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
 
 
 def place(name: str, module: nn.Module) -> str:
@@ -35,7 +41,7 @@ def check_options(model: Any, groups: Any, reduction: Any, batch_dim: Any, batch
 def check_model(model: nn.Module, batch_norm: str, is_observed: Callable[[nn.Module], bool]) -> None:
     for name, m in model.named_modules():
         where = place(name, m)
-        if isinstance(m, torch._dynamo.eval_frame.OptimizedModule) or m._compiled_call_impl is not None:
+        if _is_compiled(m):
             raise ValueError(
                 f"varreg: {where} is compiled, and compiled code ignores the engine. Call observe() first, torch.compile after."
             )

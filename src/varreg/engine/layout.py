@@ -205,17 +205,21 @@ def _along(at: Layout, x: Tensor, out: Tensor, op: Operation) -> Where | None:
     return None if dim is not None and dim % x.dim() == at.dim else _default(at, x, out, op)
 
 
+def _mixing(op: Operation) -> Lost:
+    return Lost(f"{name_of(op.function)} combines samples with each other", mixed=True)
+
+
 @_for(*_named("matmul", "mm", "bmm", "__matmul__", "__rmatmul__"))
 def _matmul(at: Layout, x: Tensor, out: Tensor, op: Operation) -> Where | None:
-    if len(op.args) != 2 or op.args[0] is op.args[1]:
-        return None
-    first = op.args[0] is x
+    operands = [t for t in (*op.args, *op.kwargs.values()) if isinstance(t, Tensor)]
     if op.function is Tensor.__rmatmul__:
-        first = not first
+        operands.reverse()
+    if len(operands) != 2 or operands[0] is operands[1]:
+        return _mixing(op)
+    first, other = operands[0] is x, operands[1] if operands[0] is x else operands[0]
     contracted = x.dim() - 1 if first else max(x.dim() - 2, 0)
     if at.dim == contracted:
-        return None
-    other = op.args[1] if op.args[0] is x else op.args[0]
+        return _mixing(op)
     from_right = x.dim() - at.dim - (1 if first and other.dim() == 1 else 0)  # a vector on the right drops the last dimension
     dim = out.dim() - from_right
     return at._replace(dim=dim) if 0 <= dim < out.dim() and out.shape[dim] == at.size else None
@@ -229,7 +233,9 @@ def _einsum(at: Layout, x: Tensor, out: Tensor, op: Operation) -> Where | None:
     inputs, output = equation.replace(" ", "").split("->")
     operands = rest[0] if isinstance(rest[0], list | tuple) else rest
     places = {letters[at.dim] for letters, operand in zip(inputs.split(","), operands, strict=True) if operand is x}
-    if len(places) != 1 or not places <= set(output):
+    if len(places) != 1:
+        return _mixing(op)
+    if not places <= set(output):
         return None
     return at._replace(dim=output.index(places.pop()))
 

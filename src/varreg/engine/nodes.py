@@ -169,6 +169,11 @@ class Repetition:
         if out.requires_grad:
             out.register_hook(note)
 
+    @property
+    def precision(self) -> float:
+        """The rounding error of the coarsest gradient that arrived."""
+        return max(torch.finfo(g.dtype).eps for g, _ in self.grads.values())
+
     def contributions(self, saved: Sequence[Tensor]) -> list[Tensor]:
         """`[groups, *shape]` for every tracked tensor."""
         inputs, tracked = saved[: len(self.layouts)], [t.detach().requires_grad_() for t in saved[len(self.layouts) :]]
@@ -227,19 +232,18 @@ class Repeat(torch.autograd.Function):
                 ) from error
             for i, (target, grad, c) in enumerate(zip(call.targets, grads, found, strict=True)):
                 if grad is not None:
-                    _check_sum(c, grad, call.where)
+                    _check_sum(c, grad, call.precision, call.where)
                     target.take(Grouped(call.partition, c), edges[i][0])
         call.grads.clear()
         return (None, *(None,) * skip, *totals)
 
 
-def _check_sum(c: Tensor, grad: Tensor, where: str) -> None:
+def _check_sum(c: Tensor, grad: Tensor, eps: float, where: str) -> None:
     """Do the parts add up to the whole, to within rounding? Where the gradient overflowed, nothing can be told."""
     total = c.sum(0)
     if not (total.numel() and bool(total.isfinite().all()) and bool(grad.isfinite().all())):
         return
-    tolerance = min(1e3 * torch.finfo(grad.dtype).eps, 0.05)
-    if (total - grad).abs().max() > tolerance * c.abs().sum(0).max():
+    if (total - grad).abs().max() > min(1e3 * eps, 0.05) * c.abs().sum(0).max():
         raise RuntimeError(
             f"varreg: {where} has no rule, and what it gives for parts of the batch does not add up to its gradient: it mixes samples "
             "or is random. Register a rule for its module with varreg.register_rule, or freeze the parameter."

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.overrides import _get_current_function_mode_stack, _pop_mode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -230,7 +231,7 @@ class Observer:
         if run.modules and module is run.modules[0] and not _is_on_stack(run.frame):
             self._reset()  # an earlier forward was interrupted, and its hooks never called
         if not run.modules:
-            run.frame = sys._getframe(2)
+            run.frame = _calling_frame()
             if grad:
                 self._begin(module, args, kwargs)
         elif not grad and run.inputs is not None:  # a re-entrant checkpoint runs forward without gradients, and again later
@@ -313,6 +314,14 @@ class _Run(threading.local):
         self.detached: tuple[nn.Module, dict[str, nn.Parameter]] | None = None  # a module that a registered rule serves, running
 
 
+def _calling_frame() -> Any:
+    """The call of the module whose hook is running."""
+    here: Any = sys._getframe(1)
+    while here is not None and here.f_code is not nn.Module._call_impl.__code__:
+        here = here.f_back
+    return here
+
+
 def _is_on_stack(frame: Any) -> bool:
     here: Any = sys._getframe(1)
     while here is not None:
@@ -328,6 +337,7 @@ class _Enter:
     def __init__(self, observer: Observer | None = None):
         self.observer = observer
 
+    @_disable_dynamo  # torch.compile leaves our code alone
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if self.observer is not None:
             self.observer.enter(module, args, kwargs)
@@ -342,6 +352,7 @@ class _Leave:
     def __init__(self, observer: Observer | None = None):
         self.observer = observer
 
+    @_disable_dynamo
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any = None) -> Any:
         return None if self.observer is None else self.observer.leave(module, args, kwargs, output)
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
@@ -104,6 +105,7 @@ class Tracer(TorchFunctionMode):
         self._python: dict[Any, Callable[..., Any] | None] = {}
         self._tried: set[Any] = set()  # calls that are known to keep samples apart
 
+    @_disable_dynamo  # torch.compile leaves our code alone
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func in _CONSTANT:
@@ -111,12 +113,14 @@ class Tracer(TorchFunctionMode):
         batched: list[tuple[Tensor, Layout]] = []
         tracked: list[Tensor] = []
         lost: Lost | None = None
+        unknown = False  # does a tensor that lost the batch need a gradient?
         for t in args[:1] if func in _FIRST else tensors_in(args, kwargs):
             where = mark_of(t)
             if isinstance(where, Layout):
                 batched.append((t, where))
             elif isinstance(where, Lost):
                 lost = where
+                unknown = unknown or t.requires_grad
             elif (where is DERIVED and t.requires_grad) or self.observer.ledger(t):
                 tracked.append(t)
             elif t.grad_fn is not None:  # made where the tracer did not see it: the contract says that the batch comes first
@@ -133,6 +137,10 @@ class Tracer(TorchFunctionMode):
             return self._meet(func, args, kwargs, batched, tracked, lost)
         if batched and func is Tensor.__setitem__:
             return self._write(args, batched, lost)
+        if unknown and lost and any(x.requires_grad for x, _ in batched):
+            self._check_mixed(
+                func, lost._replace(why=f"{name_of(func)} combines samples with the result of {lost.why}", mixed=True)
+            )
         out = func(*args, **kwargs)
         if lost:
             self._mark(out, lambda t, i: lost)
@@ -161,23 +169,31 @@ class Tracer(TorchFunctionMode):
         if self.observer.batch_norm == "contribution":  # samples may meet: what reaches a parameter through their rows is theirs
             return there
         if isinstance(there, Layout) and there.batch > 1 and is_guess(func):
-            rest = [a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor | list | tuple)]
-            key = (func, index, there.dim, repr(rest), tuple((x.dim(), at.dim, at.outer > 1, at.inner > 1) for x, at in batched))
+            key = (
+                func,
+                index,
+                there.dim,
+                *_kinds(args, kwargs),
+                *((x.dim(), at.dim, at.outer > 1, at.inner > 1) for x, at in batched),
+            )
             if key not in self._tried:
                 independent = is_independent(func, args, kwargs, batched, there, index)
                 if independent:
                     self._tried.add(key)
                 elif independent is False:
                     there = Lost(f"{name_of(func)} mixes samples, or changes their order", mixed=True)
-        differentiable = torch.is_grad_enabled() and out.is_floating_point() and any(x.requires_grad for x, _ in batched)
-        if differentiable and isinstance(there, Lost) and there.mixed:
+        if out.is_floating_point() and any(x.requires_grad for x, _ in batched):
+            self._check_mixed(func, there)
+        return there
+
+    def _check_mixed(self, func: Any, there: Where) -> None:
+        if isinstance(there, Lost) and there.mixed and torch.is_grad_enabled() and self.observer.batch_norm == "refuse":
             raise ValueError(
                 f"varreg: in {self.observer.path()}, {there.why}: a sample has no gradient of its own, and its variance does not "
                 f"exist. Is the batch in dimension {self.observer.batch_dim} of every layer's input (MultiheadAttention and recurrent "
                 "layers: batch_first=True)? If samples are meant to meet, observe(..., batch_norm='contribution') measures each "
                 "sample's contribution to the gradient instead."
             )
-        return there
 
     def _write(self, args: Sequence[Any], batched: list[tuple[Tensor, Layout]], lost: Lost | None) -> None:
         """`t[index] = value` with a value that carries the batch: `t` then carries it where the index takes it from."""
@@ -399,6 +415,16 @@ class Tracer(TorchFunctionMode):
 def _in_place(func: Any) -> bool:
     name = name_of(func)
     return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))
+
+
+def _kinds(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """What tells one kind of call from another, besides shapes."""
+    found = [a if isinstance(a, int | float | bool | str | None) else type(a) for a in args]
+    return (
+        [*found, *((k, v if isinstance(v, int | float | bool | str | None) else type(v)) for k, v in kwargs.items())]
+        if kwargs
+        else found
+    )
 
 
 def is_tracing() -> bool:
