@@ -320,36 +320,38 @@ def is_independent(
 ) -> bool | None:
     """Try it: when the first sample takes the second one's values, does only the first sample's part of the output change?
 
-    None if the two samples are the same, so that nothing can be told. Random functions see the same random numbers both times.
+    Two samples are enough, unless an argument fits the whole batch alone. None if nothing can be told, as when the two are the same.
     """
-    changed, same = {}, True
-    for x, at in batched:
-        other = x.detach().clone()
-        part = samples(other, at)
-        same = same and torch.equal(part[0], part[1])
-        part[0] = part[1]
-        changed[id(x)] = other
-    if same:
-        return None
-    devices = {x.device for x, _ in batched if x.device.type == "cuda"}
-    results = []
+    for size in (2, there.batch):
+        part = {id(x): narrow(x.detach(), at, 0, size).clone() for x, at in batched}
+        views = [samples(part[id(x)], at._replace(batch=size)) for x, at in batched]
+        if all(torch.equal(v[0], v[1]) for v in views):
+            return None
+        try:
+            before = _others(function, args, kwargs, part, there._replace(batch=size), index)
+            for v in views:
+                v[0] = v[1]
+            after = _others(function, args, kwargs, part, there._replace(batch=size), index)
+        except (RuntimeError, IndexError, ValueError, TypeError):  # it needs the whole batch, or other values
+            continue
+        if before is None or after is None or before.shape != after.shape:
+            return False
+        scale = float(before.abs().nan_to_num().max()) if before.is_floating_point() and before.numel() else 0.0
+        return torch.allclose(before.double(), after.double(), rtol=1e-4, atol=1e-6 * scale, equal_nan=True)
+    return None
+
+
+def _others(
+    function: Any, args: Sequence[Any], kwargs: dict[str, Any], part: dict[int, Tensor], there: Layout, index: int
+) -> Tensor | None:
+    """All but the first sample of an output, for other inputs. Nothing is changed, and random functions see the same random numbers."""
+    devices = {t.device for t in part.values() if t.device.type == "cuda"}
+    copies = {id(t): part.get(id(t), t.detach()).clone() for t in tensors_in(args, kwargs)}
+    given, options = swap(args, kwargs, copies)
     with torch.no_grad(), torch.random.fork_rng(devices):
-        state = torch.get_rng_state()
-        for new in ({}, changed):
-            torch.set_rng_state(state)
-            copies = {id(t): new.get(id(t), t.detach()).clone() for t in tensors_in(args, kwargs)}
-            given, options = swap(args, kwargs, copies)
-            out = function(*given, **options)
-            out = out if isinstance(out, Tensor) else out[index]
-            results.append(samples(out, there)[1:] if out.dim() > there.dim and out.shape[there.dim] == there.size else None)
-    before, after = results
-    if before is None or after is None or before.shape != after.shape:
-        return False
-    if not before.is_floating_point():
-        return torch.equal(before, after)
-    return torch.allclose(
-        before, after, rtol=1e-4, atol=1e-6 * float(before.abs().nan_to_num().max()) if before.numel() else 0, equal_nan=True
-    )
+        out = function(*given, **options)
+    out = out if isinstance(out, Tensor) else out[index]
+    return samples(out, there)[1:] if out.dim() > there.dim and out.shape[there.dim] == there.size else None
 
 
 def name_of(function: Any) -> str:
