@@ -315,6 +315,26 @@ CASES: list[Case] = [
     ),
     Case("weight-norm", lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 5)), nn.Tanh()), normal(4)),
     Case("weight-norm-conv", lambda: parametrizations.weight_norm(nn.Conv1d(2, 3, 2)), normal(2, 4)),
+    Case(
+        "weights-through-a-custom-function",
+        lambda: Fn(lambda s, x: F.linear(x, Square.apply(s.w)), w=weight(3, 4)),
+        normal(4),
+        vmap=False,
+    ),
+    Case(
+        "positions-repeated",
+        lambda: Fn(lambda s, x: s.e(x) + s.p(torch.tensor([0, 1, 0, 2, 1])), e=nn.Embedding(9, 4), p=nn.Embedding(5, 4)),
+        ids(5),
+    ),
+    Case(
+        "positions-shared",
+        lambda: Fn(
+            lambda s, x: s.e(x) * s.p(torch.arange(5)) + s.p(torch.arange(5).flip(0)),
+            e=nn.Embedding(9, 4),
+            p=nn.Embedding(6, 4, padding_idx=5),
+        ),
+        ids(5),
+    ),
     Case("spectral-norm", lambda: parametrizations.spectral_norm(nn.Linear(4, 5)).eval(), normal(4)),
     Case(
         "lora",

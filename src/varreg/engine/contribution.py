@@ -207,6 +207,28 @@ class Lazy(Contribution):
         return self._cost(n) if self._cost else super().cost(n)
 
 
+class Scattered(Contribution):
+    """Contributions to a table, of which the rows `ids`, each of them once, were looked up for all samples alike."""
+
+    def __init__(self, looked_up: Contribution, ids: Tensor, shape: torch.Size):
+        super().__init__(looked_up.partition, shape)
+        self.looked_up, self.ids = looked_up, ids
+
+    def _scatter(self, t: Tensor | None) -> Tensor | None:
+        return None if t is None else t.new_zeros(self.shape).index_copy_(0, self.ids, t.reshape(-1, *self.shape[1:]))
+
+    def groups(self, first: int, last: int, start: int, n: int) -> Tensor:
+        c = self.looked_up.groups(first, last, start, n)
+        return c.new_zeros(len(c), *self.shape).index_copy_(1, self.ids, c.reshape(len(c), -1, *self.shape[1:]))
+
+    def sums(self) -> tuple[Tensor | None, Tensor | None]:
+        total, square = self.looked_up.sums()
+        return self._scatter(total), self._scatter(square)
+
+    def total(self) -> Tensor | None:
+        return self._scatter(self.looked_up.total())
+
+
 class Sum(Contribution):
     """Several uses of one parameter: a sample's contributions are added up before anything is squared."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from varreg.engine.arguments import swap
-from varreg.engine.contribution import Contribution, Dense, Grouped, Partition
+from varreg.engine.contribution import Contribution, Dense, Grouped, Partition, Scattered
 from varreg.engine.layout import Layout, narrow, samples
 
 if TYPE_CHECKING:
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 class Target:
     """Takes contributions to a tensor, and enters them into the ledgers of the parameters that it is made of."""
 
-    def __init__(self, observer: Observer, t: Tensor, leaves: list[tuple[Tensor, Ledger]]):
+    def __init__(self, observer: Observer, t: Tensor, leaves: list[tuple[Tensor, Ledger]], rows: Tensor | None = None):
         self.observer, self.leaves = observer, leaves
+        self.rows = rows  # the rows of the only parameter that the tensor is, if it is a lookup
         self.dtype = t.dtype
         self.direct = len(leaves) == 1 and leaves[0][0] is t
         self.edge = None if self.direct else torch.autograd.graph.get_gradient_edge(t)
@@ -56,16 +58,33 @@ class Target:
         """Through the graph that made the tensor of parameters, one group at a time."""
         edge, parameters = self.edge, [p for p, _ in self.leaves]
         assert edge is not None
+        if self.rows is not None:
+            p, ledger = self.leaves[0]
+            ledger.add(Scattered(contribution, self.rows, p.shape), p.dtype)
+            total = contribution.total()
+            return None if total is None else total.to(self.dtype)
         total, rows = None, []
         for _, chunk in contribution.chunks():
-            for c in chunk.to(self.dtype).unbind():
-                total = c.clone() if total is None else total.add_(c)
-                with torch.enable_grad():
-                    rows.append(torch.autograd.grad([edge], parameters, [c.clone()], retain_graph=True, allow_unused=True))
+            c = chunk.to(self.dtype)
+            total = c.sum(0) if total is None else total.add_(c.sum(0))
+            rows.append(_vjp(edge, parameters, c.clone()))
         for i, (p, ledger) in enumerate(self.leaves if rows else ()):
-            values = torch.stack([torch.zeros_like(p) if row[i] is None else row[i] for row in rows])
+            values = torch.cat([row[i] for row in rows])
             ledger.add(Grouped(contribution.partition, values), p.dtype)
         return total
+
+
+def _vjp(edge: Any, parameters: list[Tensor], grads: Tensor) -> list[Tensor]:
+    """The gradients of parameters for each of several gradients `[n, …]` at an edge of the graph: `[n, *parameter.shape]`."""
+    options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+    with torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a slow batching rule: it is still faster than one by one
+        try:
+            found = torch.autograd.grad([edge], parameters, [grads], is_grads_batched=True, **options)
+        except RuntimeError:  # a function in the graph has no batched gradient
+            each = [torch.autograd.grad([edge], parameters, [g], materialize_grads=True, **options) for g in grads]
+            found = tuple(torch.stack(rows) for rows in zip(*each, strict=True))
+    return [p.new_zeros(len(grads), *p.shape) if g is None else g for g, p in zip(found, parameters, strict=True)]
 
 
 def _refuse_second_order() -> None:

@@ -284,10 +284,12 @@ class Observer:
             if where is not None:
                 mark(t, where)
         self._run.inputs = inputs
+        self.tracer.lookups = {}
         self.tracer.__enter__()
 
     def _end(self, output: Any) -> None:
         inputs, self._run.inputs = self._run.inputs, None
+        self.tracer.lookups = {}
         self.tracer.__exit__(None, None, None)
         for t in tree_leaves(output):
             if isinstance(t, Tensor) and mark_of(t) is DERIVED and t.requires_grad and not t.is_leaf:

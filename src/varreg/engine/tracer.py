@@ -57,6 +57,8 @@ _CONSTANT = frozenset(
 _CELLS = (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm)
 
+_OUR_NODES = ("UseBackward", "SpreadBackward", "RepeatBackward")
+
 _epoch = 0  # of the forward pass under way: marks of an earlier one mean nothing
 
 
@@ -104,6 +106,7 @@ class Tracer(TorchFunctionMode):
         self.batch = 0  # of the forward pass under way
         self._python: dict[Any, Callable[..., Any] | None] = {}
         self._tried: set[Any] = set()  # calls that are known to keep samples apart
+        self.lookups: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # made without a batch in this forward: result, rows, table
 
     @_disable_dynamo  # torch.compile leaves our code alone
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -125,7 +128,9 @@ class Tracer(TorchFunctionMode):
                 tracked.append(t)
             elif t.grad_fn is not None:  # made where the tracer did not see it: the contract says that the batch comes first
                 at = self.observer.contract(t, self.batch)
-                if at is None:
+                if at is None and self._is_made_of_parameters(t):
+                    tracked.append(t)
+                elif at is None:
                     lost = Lost(f"a tensor of shape {tuple(t.shape)} was made by an operation that is not a torch function")
                 else:
                     batched.append((t, at))
@@ -148,7 +153,16 @@ class Tracer(TorchFunctionMode):
             self._mark(out, lambda t, i: self.where(func, args, kwargs, batched, t, i))
         elif torch.is_grad_enabled():
             self._mark(out, lambda t, i: DERIVED if t.requires_grad else None)
+            if func is F.embedding:
+                self._note_lookup(out, *args, **kwargs)
         return out
+
+    def _note_lookup(self, out: Tensor, ids: Tensor, table: Tensor, padding_idx: int | None = None, *_: Any, **__: Any) -> None:
+        """Rows of a parameter, looked up once for all samples: what they receive can be put back without a detour through autograd."""
+        rows = ids.flatten()
+        distinct = len(rows.unique()) == len(rows) and (padding_idx is None or padding_idx % len(table) not in rows)
+        if distinct and self.observer.ledger(table):
+            self.lookups[id(out)] = (out, rows, table)
 
     def _mark(self, out: Any, where: Callable[[Tensor, int], Where | Derived | None]) -> None:
         for i, t in enumerate(out if isinstance(out, list | tuple) else (out,)):
@@ -279,6 +293,21 @@ class Tracer(TorchFunctionMode):
             stack += [n for n, _ in node.next_functions]
         return list(found.values())
 
+    def _is_made_of_parameters(self, t: Tensor) -> bool:
+        """Does the graph of a tensor that was made out of sight lead to observed parameters, and to none of our nodes?"""
+        seen: set[Any] = set()
+        stack = [t.grad_fn]
+        while stack:
+            node = stack.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if node.name() in _OUR_NODES or (leaf is not None and not self.observer.ledger(leaf)):
+                return False
+            stack += [n for n, _ in node.next_functions]
+        return True
+
     def expect(self, tracked: list[Tensor]) -> None:
         """A use without gradients, inside of a forward with them: a re-entrant checkpoint will run it again in the backward pass."""
         for t in tracked:
@@ -295,7 +324,8 @@ class Tracer(TorchFunctionMode):
         leaves = self._leaves(t)
         for _, ledger in leaves:
             ledger.served[rule] = None
-        return Target(self.observer, t, leaves)
+        found = self.lookups.get(id(t))
+        return Target(self.observer, t, leaves, found[1] if found and found[0] is t else None)
 
     def _ruled(
         self, rule: Rule, func: Any, args: Sequence[Any], kwargs: dict[str, Any], batched: list[tuple[Tensor, Layout]],
