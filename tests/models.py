@@ -354,6 +354,16 @@ CASES: list[Case] = [
         normal(5, 4),
     ),
     Case("frames", lambda: Fn(lambda s, x: s.c(x.flatten(0, 1)).view(x.shape[0], -1), c=nn.Conv2d(2, 3, 2)), normal(3, 2, 4, 4)),
+    Case(
+        "windows-with-bias",
+        lambda: Fn(
+            lambda s, x: (
+                x.flatten(0, 1) + s.bias.repeat(x.shape[0], 1, 1) * torch.arange(1.0, 3.0).repeat(x.shape[0])[:, None, None]
+            ).view(x.shape),
+            bias=weight(2, 3, 4),
+        ),
+        normal(2, 3, 4),
+    ),
     Case("windows", lambda: Fn(windows, proj=nn.Linear(3, 3)), normal(4, 6, 3)),
     Case(
         "vit",

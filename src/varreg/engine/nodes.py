@@ -137,7 +137,7 @@ class Spread(torch.autograd.Function):
         at: Layout = ctx.at
         if ctx.aligned:  # row i of the tensor is used by sample i alone
             whole = at.batch == 1
-            contribution: Contribution = Dense(ctx.partition, grad.unsqueeze(0)) if whole else _Rows(ctx.partition, grad, at.dim)
+            contribution: Contribution = Dense(ctx.partition, grad.unsqueeze(0)) if whole else _Rows(ctx.partition, grad, at)
             return (ctx.target.take(contribution, ctx.next_functions[0][0]), None, None, None, None, None)
         values = samples(grad, at)
         if not at.plain:
@@ -147,19 +147,19 @@ class Spread(torch.autograd.Function):
 
 
 class _Rows(Contribution):
-    """Contributions to a tensor of which sample i uses row i of dimension `dim` alone: elsewhere, its gradient is zero."""
+    """Contributions to a tensor of which sample i uses its own rows alone: elsewhere, its gradient is zero."""
 
     chunk = 1  # one group at a time: each is as large as the whole tensor
 
-    def __init__(self, partition: Partition, grad: Tensor, dim: int):
+    def __init__(self, partition: Partition, grad: Tensor, at: Layout):
         super().__init__(partition, grad.shape)
-        self.grad, self.dim = grad, dim
+        self.grad, self.at = grad, at
 
     def groups(self, first: int, last: int, start: int, n: int) -> Tensor:
         out = self.grad.new_zeros(last - first, *self.shape)
         for u in range(last - first):
-            part = (self.dim, start + u * n, n)
-            out[u].narrow(*part).copy_(self.grad.narrow(*part))
+            part = slice(start + u * n, start + (u + 1) * n)
+            samples(out[u], self.at)[part] = samples(self.grad, self.at)[part]
         return out
 
 

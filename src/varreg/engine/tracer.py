@@ -381,7 +381,7 @@ class Tracer(TorchFunctionMode):
         for t in tracked:
             padded = t if func in _JOIN else t[(None,) * (rank - t.dim())]
             size = padded.shape[there.dim] if padded.dim() else 1
-            aligned = there.batch == 1 or (size == there.size != 1 and there.plain)
+            aligned = there.batch == 1 or size == there.size != 1
             if not aligned and (size != 1 or func in _JOIN):
                 self._refuse(func, [t], f"its shape {tuple(t.shape)} fits the batch of {there.batch} nowhere")
             shape = [there.size if d == there.dim else n for d, n in enumerate(padded.shape)]
@@ -412,7 +412,7 @@ class Tracer(TorchFunctionMode):
                 dim = at.dim if any(t is u for u in args[:2]) and at.dim < x.dim() - 1 else None
             else:
                 dim = None
-            if dim is not None and 0 <= dim < t.dim() and t.shape[dim] == at.size > 1 and at.plain:
+            if dim is not None and 0 <= dim < t.dim() and t.shape[dim] == at.size > 1:
                 there = at._replace(dim=dim)
                 target = self.target(t, name_of(func).strip("_"))
                 new[id(t)] = Spread.apply(t, target, list(t.shape), there, True, self.observer.partition(at.batch))
