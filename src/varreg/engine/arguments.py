@@ -12,7 +12,7 @@ def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     for a in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(a, Tensor):
             yield a
-        elif isinstance(a, list | tuple):
+        elif isinstance(a, (list, tuple)):
             for b in a:
                 if isinstance(b, Tensor):
                     yield b
@@ -35,7 +35,7 @@ def flatten(bound: dict[str, Any]) -> dict[str, Tensor]:
     for name, value in bound.items():
         if isinstance(value, Tensor):
             flat[name] = value
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, (list, tuple)):
             flat |= {f"{name}.{i}": v for i, v in enumerate(value) if isinstance(v, Tensor)}
     return flat
 
@@ -46,7 +46,7 @@ def without_tensors(bound: dict[str, Any]) -> dict[str, Any]:
         name: None
         if isinstance(v, Tensor)
         else [None if isinstance(u, Tensor) else u for u in v]
-        if isinstance(v, list | tuple)
+        if isinstance(v, (list, tuple))
         else v
         for name, v in bound.items()
     }

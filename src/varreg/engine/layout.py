@@ -231,7 +231,7 @@ def _einsum(at: Layout, x: Tensor, out: Tensor, op: Operation) -> Where | None:
     if not isinstance(equation, str) or "." in equation or "->" not in equation:
         return _default(at, x, out, op)
     inputs, output = equation.replace(" ", "").split("->")
-    operands = rest[0] if isinstance(rest[0], list | tuple) else rest
+    operands = rest[0] if isinstance(rest[0], (list, tuple)) else rest
     places = {letters[at.dim] for letters, operand in zip(inputs.split(","), operands, strict=True) if operand is x}
     if len(places) != 1:
         return _mixing(op)

@@ -20,7 +20,7 @@ from varreg.engine.layout import Layout
 from varreg.engine.ledger import LEDGERS, Ledger
 from varreg.engine.modules import MODULE_RULES, detach_own, restore_own, use_rule
 from varreg.engine.summary import Summary, summarize
-from varreg.engine.tracer import DERIVED, Tracer, forget, is_tracing, mark, mark_of, new_epoch
+from varreg.engine.tracer import DERIVED, CompiledTracer, Tracer, forget, is_tracing, mark, mark_of, new_epoch
 
 _EXPECTED = {  # the function through which each layer's parameters meet the batch, for the coverage table before the first step
     nn.Linear: "linear", nn.Bilinear: "bilinear", nn.Conv1d: "conv", nn.Conv2d: "conv", nn.Conv3d: "conv",
@@ -284,6 +284,8 @@ class Observer:
             if where is not None:
                 mark(t, where)
         self._run.inputs = inputs
+        if type(self.tracer) is Tracer and _compile_is_in_use():
+            self.tracer.__class__ = CompiledTracer
         self.tracer.lookups = {}
         self.tracer.__enter__()
 
@@ -314,6 +316,11 @@ class _Run(threading.local):
         self.frame: Any = None  # the outermost one's call
         self.inputs: list[Tensor] | None = None  # of the forward that is traced; None while none is
         self.detached: tuple[nn.Module, dict[str, nn.Parameter]] | None = None  # a module that a registered rule serves, running
+
+
+def _compile_is_in_use() -> bool:
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo is not None and bool(dynamo.eval_frame.cached_backends)
 
 
 def _calling_frame() -> Any:

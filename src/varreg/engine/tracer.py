@@ -108,7 +108,6 @@ class Tracer(TorchFunctionMode):
         self._tried: set[Any] = set()  # calls that are known to keep samples apart
         self.lookups: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # made without a batch in this forward: result, rows, table
 
-    @_disable_dynamo  # torch.compile leaves our code alone
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func in _CONSTANT:
@@ -165,7 +164,7 @@ class Tracer(TorchFunctionMode):
             self.lookups[id(out)] = (out, rows, table)
 
     def _mark(self, out: Any, where: Callable[[Tensor, int], Where | Derived | None]) -> None:
-        for i, t in enumerate(out if isinstance(out, list | tuple) else (out,)):
+        for i, t in enumerate(out if isinstance(out, (list, tuple)) else (out,)):
             if isinstance(t, Tensor) and not self.observer.ledger(t) and (found := where(t, i)) is not None:
                 mark(t, found)
 
@@ -335,12 +334,10 @@ class Tracer(TorchFunctionMode):
         flat = flatten(bound or {})
         params = {id(t): t for t in tracked}
         wants = frozenset(name for name, t in flat.items() if id(t) in params)
-        if bound is None or not {name.partition(".")[0] for name in wants} <= rule.serves:
+        if bound is None or not (wants <= rule.serves or {name.partition(".")[0] for name in wants} <= rule.serves):
             return None
         detached = {i: t.detach() for i, t in params.items()}
-        layouts = {name: where for name, t in flat.items() if isinstance(where := mark_of(t), Layout)}
-        for t, at in batched:  # those that follow the contract carry no mark
-            layouts |= {name: at for name, u in flat.items() if u is t}
+        layouts = {name: at for t, at in batched for name, u in flat.items() if u is t}
         free_args, free_kwargs = swap(args, kwargs, detached if rule.takes_over else {})
         out = (rule.forward or func)(*free_args, **free_kwargs)
         outs = [out] if isinstance(out, Tensor) else list(out)
@@ -406,7 +403,7 @@ class Tracer(TorchFunctionMode):
             elif func in _PRODUCTS:
                 dim = t.dim() - (x.dim() - at.dim) if x.dim() - at.dim > 2 else None
             elif func in STACKED or func in _CELLS:
-                states = args[1] if isinstance(args[1], list | tuple) else (args[1],)
+                states = args[1] if isinstance(args[1], (list, tuple)) else (args[1],)
                 dim = (1 if func in STACKED else 0) if any(t is state for state in states) else None
             elif func is F.bilinear:
                 dim = at.dim if any(t is u for u in args[:2]) and at.dim < x.dim() - 1 else None
@@ -447,14 +444,19 @@ def _in_place(func: Any) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))
 
 
-def _kinds(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+class CompiledTracer(Tracer):
+    """A tracer that torch.compile leaves alone, at the price of a few microseconds for each operation."""
+
+    __torch_function__ = _disable_dynamo(Tracer.__torch_function__)
+
+
+_PLAIN = (int, float, str, type(None))
+
+
+def _kinds(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """What tells one kind of call from another, besides shapes."""
-    found = [a if isinstance(a, int | float | bool | str | None) else type(a) for a in args]
-    return (
-        [*found, *((k, v if isinstance(v, int | float | bool | str | None) else type(v)) for k, v in kwargs.items())]
-        if kwargs
-        else found
-    )
+    found = tuple([a if isinstance(a, _PLAIN) else type(a) for a in args])
+    return (*found, *((k, v if isinstance(v, _PLAIN) else type(v)) for k, v in kwargs.items())) if kwargs else found
 
 
 def is_tracing() -> bool:

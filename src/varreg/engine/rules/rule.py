@@ -62,7 +62,9 @@ class Rule(NamedTuple):
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """The arguments by name; None if some have names that the rule does not know."""
-        return {**dict(zip(self.names, args, strict=False)), **kwargs} if kwargs.keys() <= set(self.names) else None
+        if kwargs and not kwargs.keys() <= set(self.names):
+            return None
+        return {**dict(zip(self.names, args, strict=False)), **kwargs}
 
 
 RULES: dict[Any, Rule] = {}
