@@ -119,6 +119,11 @@ EXACT = [
         lambda: Fn(lambda s, x: s.l(x).addcmul_(s.p, s.p).lerp_(s.p, 0.3).masked_fill_(x > 1, 0.5), l=linear(), p=weight(3)),
         normal(3),
     ),
+    Case(
+        "lookup-changed-in-place",
+        lambda: Fn(lambda s, i: s.e(i) + s.p(torch.arange(5)).mul_(2.0), e=nn.Embedding(7, 3), p=nn.Embedding(9, 3)),
+        ids(5, high=7),
+    ),
     Case("reentrant-two-layouts", lambda: Fn(reentrant, l=linear(), k=linear()), normal(BATCH, 3)),
     Case(
         "one-sample-anywhere",

@@ -18,7 +18,7 @@ Contributions to a tensor made of parameters are pulled back, group by group, th
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,7 +106,7 @@ class Tracer(TorchFunctionMode):
         self.batch = 0  # of the forward pass under way
         self._python: dict[Any, Callable[..., Any] | None] = {}
         self._tried: set[Any] = set()  # calls that are known to keep samples apart
-        self.lookups: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # made without a batch in this forward: result, rows, table
+        self.lookups: dict[int, tuple[Tensor, Any, Tensor]] = {}  # made without a batch in this forward: result, its node, rows
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -161,7 +161,7 @@ class Tracer(TorchFunctionMode):
         rows = ids.flatten()
         distinct = len(rows.unique()) == len(rows) and (padding_idx is None or padding_idx % len(table) not in rows)
         if distinct and self.observer.ledger(table):
-            self.lookups[id(out)] = (out, rows, table)
+            self.lookups[id(out)] = (out, out.grad_fn, rows)
 
     def _mark(self, out: Any, where: Callable[[Tensor, int], Where | Derived | None]) -> None:
         for i, t in enumerate(out if isinstance(out, (list, tuple)) else (out,)):
@@ -278,33 +278,16 @@ class Tracer(TorchFunctionMode):
         """The observed parameters that a tracked tensor is made of."""
         if ledger := self.observer.ledger(t):
             return [(t, ledger)]
-        found: dict[int, tuple[Tensor, Ledger]] = {}
-        seen: set[Any] = set()
-        stack = [t.grad_fn]
-        while stack:
-            node = stack.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            leaf = getattr(node, "variable", None)
-            if leaf is not None and (ledger := self.observer.ledger(leaf)):
-                found[id(leaf)] = (leaf, ledger)
-            stack += [n for n, _ in node.next_functions]
+        leaves = (getattr(node, "variable", None) for node in _graph(t))
+        found = {id(p): (p, ledger) for p in leaves if p is not None and (ledger := self.observer.ledger(p))}
         return list(found.values())
 
     def _is_made_of_parameters(self, t: Tensor) -> bool:
         """Does the graph of a tensor that was made out of sight lead to observed parameters, and to none of our nodes?"""
-        seen: set[Any] = set()
-        stack = [t.grad_fn]
-        while stack:
-            node = stack.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
+        for node in _graph(t):
             leaf = getattr(node, "variable", None)
             if node.name() in _OUR_NODES or (leaf is not None and not self.observer.ledger(leaf)):
                 return False
-            stack += [n for n, _ in node.next_functions]
         return True
 
     def expect(self, tracked: list[Tensor]) -> None:
@@ -324,7 +307,7 @@ class Tracer(TorchFunctionMode):
         for _, ledger in leaves:
             ledger.served[rule] = None
         found = self.lookups.get(id(t))
-        return Target(self.observer, t, leaves, found[1] if found and found[0] is t else None)
+        return Target(self.observer, t, leaves, found[2] if found and found[1] is t.grad_fn else None)
 
     def _ruled(
         self, rule: Rule, func: Any, args: Sequence[Any], kwargs: dict[str, Any], batched: list[tuple[Tensor, Layout]],
@@ -442,6 +425,18 @@ class Tracer(TorchFunctionMode):
 def _in_place(func: Any) -> bool:
     name = name_of(func)
     return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))
+
+
+def _graph(t: Tensor) -> Iterator[Any]:
+    """The nodes of the graph that made a tensor."""
+    seen: set[Any] = set()
+    stack = [t.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            stack += [n for n, _ in node.next_functions]
 
 
 class CompiledTracer(Tracer):
