@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from varreg.engine.checks import place
 from varreg.engine.contribution import Contribution, Dense
 from varreg.engine.layout import Layout
+from varreg.engine.marks import mark, mark_of
 from varreg.engine.nodes import Target, Use
-from varreg.engine.tracer import mark, mark_of
 
 if TYPE_CHECKING:
     from varreg.engine.observer import Observer

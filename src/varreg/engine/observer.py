@@ -18,9 +18,10 @@ from varreg.engine.checks import BATCH_NORM, batch_norm_message, check_model, ch
 from varreg.engine.contribution import Partition
 from varreg.engine.layout import Layout
 from varreg.engine.ledger import LEDGERS, Ledger
+from varreg.engine.marks import DERIVED, forget, mark, mark_of, new_epoch
 from varreg.engine.modules import MODULE_RULES, detach_own, restore_own, use_rule
 from varreg.engine.summary import Summary, summarize
-from varreg.engine.tracer import DERIVED, CompiledTracer, Tracer, forget, is_tracing, mark, mark_of, new_epoch
+from varreg.engine.tracer import CompiledTracer, Tracer, is_tracing
 
 _EXPECTED = {  # the function through which each layer's parameters meet the batch, for the coverage table before the first step
     nn.Linear: "linear", nn.Bilinear: "bilinear", nn.Conv1d: "conv", nn.Conv2d: "conv", nn.Conv3d: "conv",

@@ -26,11 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._pytree import tree_leaves
 
 from varreg.engine.arguments import flatten, refill, swap, tensors_in, without_tensors
 from varreg.engine.contribution import Contribution
-from varreg.engine.layout import ELEMENTWISE, Layout, Lost, Where, is_guess, is_independent, name_of, only_sample, propagate
+from varreg.engine.layout import ELEMENTWISE, Layout, Lost, Where, is_guess, is_independent, name_of, propagate
+from varreg.engine.marks import DERIVED, Derived, mark, mark_of
 from varreg.engine.nodes import Repeat, Repetition, Spread, Target, Use
 from varreg.engine.rules import RULES, STACKED, Call, Rule
 
@@ -38,14 +38,6 @@ if TYPE_CHECKING:
     from varreg.engine.ledger import Ledger
     from varreg.engine.observer import Observer
 
-_MARK = "_varreg_where"
-
-
-class Derived:
-    """Marks a tensor that was made of parameters alone."""
-
-
-DERIVED = Derived()
 _JOIN = frozenset((torch.cat, torch.concat, torch.concatenate, torch.stack))
 # functions whose result depends on other tensors by their shape or type alone, and those whose result is a constant
 _LIKE = ("view_as", "reshape_as", "expand_as", "type_as", "to")
@@ -58,33 +50,6 @@ _CELLS = (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_c
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm)
 
 _OUR_NODES = ("UseBackward", "SpreadBackward", "RepeatBackward")
-
-_epoch = 0  # of the forward pass under way: marks of an earlier one mean nothing
-
-
-def new_epoch() -> None:
-    global _epoch
-    _epoch += 1
-
-
-def mark_of(t: Tensor) -> Where | Derived | None:
-    """What is known of a tensor in this forward pass."""
-    kept = t.__dict__.get(_MARK)
-    if kept is None or kept[0] != _epoch:
-        return None
-    payload = kept[1]
-    return Layout._make(payload) if len(payload) == 4 else Lost(*payload) if payload else DERIVED
-
-
-def mark(t: Tensor, where: Where | Derived) -> None:
-    """Note it, as plain numbers and strings, so that a marked tensor can still be saved and loaded by anyone."""
-    if isinstance(where, Layout) and where.batch == 1:
-        where = only_sample(t)
-    t.__dict__[_MARK] = (_epoch, () if isinstance(where, Derived) else tuple(where))
-
-
-def unmark(t: Tensor) -> None:
-    t.__dict__.pop(_MARK, None)
 
 
 def without_override_check(function: types.FunctionType) -> Callable[..., Any]:
@@ -457,10 +422,3 @@ def _kinds(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
 def is_tracing() -> bool:
     """Is any observed model's forward being traced in this thread?"""
     return any(isinstance(mode, Tracer) for mode in _get_current_function_mode_stack())
-
-
-def forget(tree: Any) -> None:
-    """Remove the tracer's marks from a structure of tensors that is about to be the user's."""
-    for t in tree_leaves(tree):
-        if isinstance(t, Tensor):
-            unmark(t)
