@@ -312,3 +312,19 @@ def test_without_a_rule_a_hidden_use_is_noticed():
 
 def test_moments_of_a_tensor_that_is_not_observed():
     assert varreg.moments(nn.Parameter(torch.ones(2))) is None
+
+
+def test_moments_expects_a_tensor():
+    with pytest.raises(ValueError, match=r"moments expects a parameter \(a tensor\), got str"):
+        varreg.moments("0.weight")
+
+
+def test_moments_print_as_a_line():
+    model = nn.Linear(1, 1, bias=False).double()
+    observer = varreg.observe(model)
+    model(torch.tensor([[1.0], [2.0], [6.0]])).mean().backward()
+    assert (
+        repr(varreg.moments(model.weight)) == "Moments(count=3, exact, shape 1×1: |mean| 3, mean variance 4.67, median rho 0.519)"
+    )
+    observer.remove()
+    assert observer.summary().model is None

@@ -52,7 +52,9 @@ def check_model(model: nn.Module, batch_norm: str, is_observed: Callable[[nn.Mod
         if isinstance(m, nn.DataParallel):
             raise ValueError(f"varreg: {where} is DataParallel, which runs copies of the model. Use DistributedDataParallel.")
         if is_observed(m):
-            raise ValueError(f"varreg: {where} is already observed. Call remove() on its observer first.")
+            raise ValueError(
+                f"varreg: {where} is already observed, itself or as part of a model. Call remove() on its observer first."
+            )
         if isinstance(m, nn.Embedding | nn.EmbeddingBag) and (m.sparse or m.scale_grad_by_freq):
             which = "sparse" if m.sparse else "scale_grad_by_freq"
             raise ValueError(f"varreg: {where} has {which}=True, which is not supported; set it to False.")
@@ -110,5 +112,6 @@ def check_whole(p: Tensor, ledger: Ledger) -> None:
         raise RuntimeError(
             f"varreg: '{ledger.name}' received a gradient from outside of the observed model's forward (its norm is "
             f"{float(grad.norm()):.4g}; what was measured has {float(total.norm()):.4g}). Move that use of the parameter into a "
-            "forward() of the model, or clear gradients before the first observed backward()."
+            "forward() of the model, or clear gradients before the first observed backward(). A penalty on weights belongs into the "
+            "optimizer's weight_decay: it is no sample's."
         )

@@ -6,6 +6,7 @@ windows, sums and counts add up (micro-batches), until the gradient is cleared, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from weakref import WeakSet
 
@@ -16,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from varreg.engine.contribution import Contribution, Partition, combine
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Moments:
     """Mean and variance of the per-sample gradients of one parameter (paper, section 4 and S2.2).
 
@@ -65,6 +66,16 @@ class Moments:
     def rho(self) -> Tensor:
         """ρ = v²/ḡ², the scale-free variance (S2.3). 0/0 is nan and v²/0 is inf: the regularizer knows what to do with both."""
         return self.variance / self.mean.square()
+
+    def __repr__(self) -> str:
+        kind = "exact" if self.groups == self.count else f"{self.groups} groups"
+        shape = "×".join(map(str, self.total.shape)) or "scalar"
+        if not self.total.numel():
+            return f"Moments(count={self.count}, {kind}, shape {shape})"
+        rho = self.rho
+        middle = float(rho[~rho.isnan()].median()) if (~rho.isnan()).any() else math.nan
+        size, spread = float(self.mean.norm()), float(self.variance.mean())
+        return f"Moments(count={self.count}, {kind}, shape {shape}: |mean| {size:.3g}, mean variance {spread:.3g}, median rho {middle:.3g})"
 
     @property
     def _scale(self) -> int:
@@ -172,5 +183,7 @@ def moments(p: Tensor) -> Moments | None:
     >>> m.count, m.mean.item(), round(m.variance.item(), 4)  # gradients 1, 2, 6: variance 14/3
     (3, 3.0, 4.6667)
     """
+    if not isinstance(p, Tensor):
+        raise ValueError(f"varreg: moments expects a parameter (a tensor), got {type(p).__name__}.")
     ledger = LEDGERS.get(p)
     return None if ledger is None else ledger.read(p)

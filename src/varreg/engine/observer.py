@@ -42,7 +42,7 @@ def observe(
         model: Any module. Its outputs, gradients and `state_dict()` stay what they are; where a gradient is summed up from
             samples it agrees to rounding.
         groups: None measures the variance over single samples, exactly. A number k splits each batch into k groups and
-            estimates it from the spread of their means: cheaper, and unbiased for independent samples.
+            estimates it from the spread of their means: unbiased for independent samples, noisier, and less to add up.
         reduction: Is the loss a `"mean"` over samples or a `"sum"`? It only sets the scale of `mean` and `variance`; ρ does not
             depend on it.
         batch_dim: The dimension of the model's inputs that counts samples.
@@ -95,14 +95,15 @@ class Observer:
 
     def summary(self) -> Summary:
         """Gradient norm, signal-to-noise ratio and noise scale, per layer and for the whole model, as of the last backward."""
-        return summarize([(ledger.name, ledger.read(p)) for p, ledger in self._known.values() if p.requires_grad])
+        known = self._known.values() if self._handles else ()
+        return summarize([(ledger.name, ledger.read(p)) for p, ledger in known if p.requires_grad])
 
     def coverage(self) -> list[tuple[str, tuple[int, ...], str, str]]:
         """For every parameter: name, shape, the rule that serves it, and whether its moments are exact."""
         owners = {id(p): type(m) for m in self.model.modules() for p in m._parameters.values() if p is not None}
         kind = "exact" if self.groups is None else f"estimated from {self.groups} groups"
-        if self.batch_norm == "contribution" and any(isinstance(m, BATCH_NORM) for m in self.model.modules()):
-            kind += " (contributions: BatchNorm)"
+        if self.batch_norm == "contribution":
+            kind += " (contributions: samples may meet)"
         rows = []
         for name, p in self.model.named_parameters():
             known = self._known.get(id(p))

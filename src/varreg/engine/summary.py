@@ -46,9 +46,9 @@ class Row:
             return "too few samples to tell"
         if math.isinf(b):
             return f"signal below the noise of {self.count} samples: a larger batch would help"
-        if b < self.count / 4:
+        if b < self.count / 2:
             return f"samples agree: a batch of about {max(1, round(b))} would do"
-        if b > self.count * 4:
+        if b > self.count * 2:
             return f"noisy: batches up to about {_round(b)} still pay"
         return f"a batch of {self.count} is about right"
 

@@ -169,8 +169,8 @@ class Tracer(TorchFunctionMode):
             raise ValueError(
                 f"varreg: in {self.observer.path()}, {there.why}: a sample has no gradient of its own, and its variance does not "
                 f"exist. Is the batch in dimension {self.observer.batch_dim} of every layer's input (MultiheadAttention and recurrent "
-                "layers: batch_first=True)? If samples are meant to meet, observe(..., batch_norm='contribution') measures each "
-                "sample's contribution to the gradient instead."
+                "layers: batch_first=True; or observe(..., batch_dim=1))? If samples are meant to meet, observe(..., "
+                "batch_norm='contribution') measures each sample's contribution to the gradient instead."
             )
 
     def _write(self, args: Sequence[Any], batched: list[tuple[Tensor, Layout]], lost: Lost | None) -> None:
@@ -232,7 +232,8 @@ class Tracer(TorchFunctionMode):
     def _refuse(self, func: Any, tracked: list[Tensor], why: str) -> None:
         raise ValueError(
             f"varreg: in {self.observer.path()}, {name_of(func)} uses {self._names(tracked)} but {why}. Keep the batch in dimension "
-            f"{self.observer.batch_dim} there, freeze the parameter, or register a rule for the module with varreg.register_rule."
+            f"{self.observer.batch_dim} there (recurrent layers and attention: batch_first=True; a model whose inputs have it elsewhere: "
+            "observe(..., batch_dim=)), freeze the parameter, or register a rule for the module with varreg.register_rule."
         )
 
     def _names(self, tracked: list[Tensor]) -> str:
