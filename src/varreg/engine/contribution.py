@@ -125,10 +125,6 @@ class Contribution:
             total = s if total is None else total.add_(s)
         return total
 
-    def all_groups(self) -> Tensor:
-        """C_u for every group: `[groups, *shape]`. Of the size groups × parameter: only for tensors that need it."""
-        return torch.cat([c.clone() for _, c in self.chunks()])
-
 
 class Dense(Contribution):
     """Contributions that are at hand, `[batch, *shape]`."""

@@ -268,35 +268,27 @@ def _default(at: Layout, x: Tensor, out: Tensor, op: Operation) -> Where | None:
     return None
 
 
-def propagate(
-    function: Any,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    batched: Sequence[tuple[Tensor, Layout]],
-    out: Tensor,
-    index: int = 0,
-) -> Where:
-    """Where the batch is in `out`, output `index` of `function(*args, **kwargs)`, given where it is in the batched arguments."""
+def propagate(op: Operation, batched: Sequence[tuple[Tensor, Layout]], out: Tensor) -> Where:
+    """Where the batch is in the output `out` of an operation, given where it is in the batched arguments."""
     if all(at.batch == 1 for _, at in batched):
         return only_sample(out)
-    rule = _PROPAGATE.get(function, _default)
-    op = Operation(function, args, kwargs, index)
+    rule = _PROPAGATE.get(op.function, _default)
     if rule in (_move, _reduce):  # these follow their first argument; another one is an index
-        moving = [(x, at) for x, at in batched if (args and x is args[0]) or x is kwargs.get("input")]
+        moving = [(x, at) for x, at in batched if (op.args and x is op.args[0]) or x is op.kwargs.get("input")]
         rule, batched = (rule, moving) if moving else (_default, batched)
     found: dict[Where, None] = {}
     why = None
     for x, at in batched:
         there = rule(at, x, out, op)
         if there is None:
-            why = f"{name_of(function)} takes {tuple(x.shape)} to {tuple(out.shape)}"
+            why = f"{name_of(op.function)} takes {tuple(x.shape)} to {tuple(out.shape)}"
         else:
             found[there] = None
     if why is not None:
         return Lost(why)
     if len(found) > 1:
         places = " and ".join(f"dimension {w.dim}" for w in found if isinstance(w, Layout))
-        return Lost(f"{name_of(function)} combines tensors that carry the batch in {places}", mixed=True)
+        return Lost(f"{name_of(op.function)} combines tensors that carry the batch in {places}", mixed=True)
     return next(iter(found))
 
 
@@ -310,14 +302,7 @@ def is_guess(function: Any) -> bool:
     return _PROPAGATE.get(function, _default) in (_default, _along, _matmul, _einsum)
 
 
-def is_independent(
-    function: Any,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    batched: Sequence[tuple[Tensor, Layout]],
-    there: Layout,
-    index: int,
-) -> bool | None:
+def is_independent(op: Operation, batched: Sequence[tuple[Tensor, Layout]], there: Layout) -> bool | None:
     """Try it: when the first sample takes the second one's values, does only the first sample's part of the output change?
 
     Two samples are enough, unless an argument fits the whole batch alone. None if nothing can be told, as when the two are the same.
@@ -328,10 +313,10 @@ def is_independent(
         if all(torch.equal(v[0], v[1]) for v in views):
             return None
         try:
-            before = _others(function, args, kwargs, part, there._replace(batch=size), index)
+            before = _others(op, part, there._replace(batch=size))
             for v in views:
                 v[0] = v[1]
-            after = _others(function, args, kwargs, part, there._replace(batch=size), index)
+            after = _others(op, part, there._replace(batch=size))
         except (RuntimeError, IndexError, ValueError, TypeError):  # it needs the whole batch, or other values
             continue
         if before is None or after is None or before.shape != after.shape:
@@ -341,16 +326,14 @@ def is_independent(
     return None
 
 
-def _others(
-    function: Any, args: Sequence[Any], kwargs: dict[str, Any], part: dict[int, Tensor], there: Layout, index: int
-) -> Tensor | None:
+def _others(op: Operation, part: dict[int, Tensor], there: Layout) -> Tensor | None:
     """All but the first sample of an output, for other inputs. Nothing is changed, and random functions see the same random numbers."""
     devices = {t.device for t in part.values() if t.device.type == "cuda"}
-    copies = {id(t): part.get(id(t), t.detach()).clone() for t in tensors_in(args, kwargs)}
-    given, options = swap(args, kwargs, copies)
+    copies = {id(t): part.get(id(t), t.detach()).clone() for t in tensors_in(op.args, op.kwargs)}
+    given, options = swap(op.args, op.kwargs, copies)
     with torch.no_grad(), torch.random.fork_rng(devices):
-        out = function(*given, **options)
-    out = out if isinstance(out, Tensor) else out[index]
+        out = op.function(*given, **options)
+    out = out if isinstance(out, Tensor) else out[op.output]
     return samples(out, there)[1:] if out.dim() > there.dim and out.shape[there.dim] == there.size else None
 
 

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from varreg.engine.arguments import flatten, refill, swap, tensors_in, without_tensors
 from varreg.engine.contribution import Contribution
-from varreg.engine.layout import ELEMENTWISE, Layout, Lost, Where, is_guess, is_independent, name_of, propagate
+from varreg.engine.layout import ELEMENTWISE, Layout, Lost, Operation, Where, is_guess, is_independent, name_of, propagate
 from varreg.engine.marks import DERIVED, Derived, mark, mark_of
 from varreg.engine.nodes import Repeat, Repetition, Spread, Target, Use
 from varreg.engine.rules import RULES, STACKED, Call, Rule
@@ -143,7 +143,8 @@ class Tracer(TorchFunctionMode):
         index: int,
     ) -> Where:
         """Where the batch is in an output. A guess is tried, once for each kind of call; samples that are mixed are an error."""
-        there = propagate(func, args, kwargs, batched, out, index)
+        op = Operation(func, args, kwargs, index)
+        there = propagate(op, batched, out)
         if self.observer.batch_norm == "contribution":  # samples may meet: what reaches a parameter through their rows is theirs
             return there
         if isinstance(there, Layout) and there.batch > 1 and is_guess(func):
@@ -155,7 +156,7 @@ class Tracer(TorchFunctionMode):
                 *((x.dim(), at.dim, at.outer > 1, at.inner > 1) for x, at in batched),
             )
             if key not in self._tried:
-                independent = is_independent(func, args, kwargs, batched, there, index)
+                independent = is_independent(op, batched, there)
                 if independent:
                     self._tried.add(key)
                 elif independent is False:
@@ -181,13 +182,10 @@ class Tracer(TorchFunctionMode):
             return
         at = mark_of(value) if isinstance(value, Tensor) else None
         places = []
+        op = Operation(Tensor.__getitem__, (t, index), {}, 0)
         if isinstance(at, Layout) and at.plain and not lost:
             for dim, size in enumerate(t.shape):
-                part = (
-                    propagate(Tensor.__getitem__, (t, index), {}, [(t, Layout(at.batch, dim))], t[index])
-                    if size == at.batch
-                    else None
-                )
+                part = propagate(op, [(t, Layout(at.batch, dim))], t[index]) if size == at.batch else None
                 if isinstance(part, Layout) and part.dim - t[index].dim() == at.dim - value.dim():
                     places.append(Layout(at.batch, dim))
         mark(t, places[0] if len(places) == 1 else Lost(f"__setitem__ into a tensor of shape {tuple(t.shape)}"))
