@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from varreg.engine.ledger import Moments
+from varreg.tables import table
 
 
 @dataclass(frozen=True)
@@ -69,15 +70,7 @@ class Summary:
         if self.model is None:
             return "varreg: no moments yet; call backward() first."
         head = ("layer", "parameters", "|ḡ|", "SNR", "noise scale", "what it suggests")
-        cells = [head, *(self._cells(r) for r in (*self.layers, self.model))]
-        widths = [max(len(c[i]) for c in cells) for i in range(len(head))]
-        right = {1, 2, 3, 4}
-        lines = [
-            "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))).rstrip()
-            for row in cells
-        ]
-        rule = "─" * max(map(len, lines))
-        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
+        return table(head, [self._cells(r) for r in (*self.layers, self.model)], words=(0, 5))
 
     @staticmethod
     def _cells(r: Row) -> tuple[str, ...]:

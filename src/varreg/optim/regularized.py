@@ -1,0 +1,305 @@
+"""λ → step: what all regularized optimizers share.
+
+A step runs the base optimizer's own step, as torch wrote it, and then puts each parameter at x + λ·(x' − x) between where it was, x,
+and where the base would have it, x'. So everything that the base can do stays as it is, and λ = 1 is the base to the bit. What a
+subclass adds is the variance of its increment (`_increment`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from varreg.engine import Moments, moments
+from varreg.engine.contribution import stat_dtype
+from varreg.optim.gradient import Part, as_seen, parts
+from varreg.optim.names import names, warn_missing
+from varreg.optim.summary import LambdaSummary, summarize
+from varreg.regularizer import DEFAULTS, average, calibrated, check, record, regularizer, scale_free
+
+_HISTORY = ("vr_history", "vr_count")
+_CALIBRATION = ("vr_lambda_total", "vr_lambda_steps")
+# Our keys in the state begin with vr_, so that they never meet the base's.
+
+
+@dataclass
+class Work:
+    """A parameter whose step is regularized."""
+
+    p: Tensor
+    group: dict[str, Any]
+    moments: Moments
+    x: Tensor
+    """Where it was."""
+    g: Tensor
+    """Its gradient as the base sees it, but for sign and weight decay."""
+    kappa2: Tensor | float
+    """κ²: the variance of that gradient is κ²v²."""
+
+
+class Regularized(Optimizer):
+    """Abstract: an optimizer whose increment is scaled by λ. The class after it in the bases is the torch optimizer."""
+
+    _extra: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Options that only this optimizer has: the values allowed, the default first."""
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        cls.__signature__ = _spelled_out(cls)  # type: ignore[attr-defined]
+
+    def __init__(self, *args: Any, regularizer: Mapping[str, Any], **kwargs: Any):
+        self._set_options(regularizer)
+        super().__init__(*args, **kwargs)
+
+    # Options and state -------------------------------------------------------------------------------------------------------------
+
+    def _set_options(self, given: Mapping[str, Any]) -> None:
+        known = {**DEFAULTS, **{name: allowed[0] for name, allowed in self._extra.items()}}
+        for name in given:
+            if name not in known:
+                raise TypeError(f"{type(self).__name__}.__init__() got an unexpected keyword argument '{name}'")
+        self._options = {**known, **given}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._lambdas: dict[Tensor, Tensor] = {}
+        self._warned: set[int] = set()
+
+    def _check(self, group: Mapping[str, Any]) -> None:
+        check(group)
+        for name, allowed in self._extra.items():
+            if group[name] not in allowed:
+                raise ValueError(f"varreg: {name} must be one of {', '.join(map(repr, allowed))}; got {group[name]!r}.")
+        for name in ("differentiable", "capturable"):
+            if group.get(name):
+                raise ValueError(f"varreg: {type(self).__name__} does not support {name}=True; leave it False.")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        for name, value in self._options.items():
+            self.defaults.setdefault(name, value)
+        if isinstance(param_group, dict):
+            self._check({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_options" not in self.__dict__:  # unpickled, or copied
+            self._options = {name: self.defaults[name] for name in (*DEFAULTS, *self._extra)}
+        for group in self.param_groups:
+            for name, value in self._options.items():
+                group.setdefault(name, value)
+            self._check(group)
+        self._forget()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but that the regularizer's statistics keep their precision where parameters are in half precision."""
+        final: dict[str, Any] = {}  # after all hooks
+        hook = self.register_load_state_dict_pre_hook(lambda _, state: final.update(state))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+        ids = [i for group in final["param_groups"] for i in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for i, p in zip(ids, parameters, strict=True):
+            for key, value in final["state"].get(i, {}).items():
+                if key.startswith("vr_"):
+                    self.state[p][key] = value.to(device=p.device, dtype=stat_dtype(p.dtype))
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return False  # a GradScaler unscales before step(), and leaves step() out where it must
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        pass  # fused optimizers set it
+
+    # What the last step did --------------------------------------------------------------------------------------------------------
+
+    def lambda_of(self, p: Tensor) -> Tensor | None:
+        """λ of parameter `p` in the last step: a tensor of its shape, or a scalar with `per="tensor"` or `"model"`.
+
+        None where the step was the base's own: no gradient, no moments, a batch of one, or s = 0.
+        """
+        return self._lambdas.get(p)
+
+    def lambda_summary(self) -> LambdaSummary:
+        """λ of the last step, summarized per parameter and for the whole model: print it, or log its `as_dict()`."""
+        name = names(self)
+        return summarize([(name[p], lam, p.grad, p.numel()) for p, lam in self._lambdas.items()])
+
+    # The step ----------------------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Perform a single optimization step: the base's, with each parameter's change scaled by λ.
+
+        `closure`, if given, computes the loss and its gradients again; its loss is returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work = self._gather()
+        self._base_step()
+        self._regularize(work)
+        return loss
+
+    def _base_step(self) -> None:
+        step: Any = next(vars(c)["step"] for c in type(self).__mro__ if "step" in vars(c) and not issubclass(c, Regularized))
+        while getattr(step, "hooked", False):  # hooks and profiling are around our own step, and must not run twice
+            step = step.__wrapped__
+        step(self)
+
+    def _gather(self) -> list[Work]:
+        """The parameters that have what λ needs, as they are before the step."""
+        work, missing = [], []
+        for group in self.param_groups:
+            for p in group["params"] if group["s"] else ():
+                if p.grad is None or p.numel() == 0:
+                    continue
+                m = moments(p)
+                if m is None or m.groups < 2 <= m.count:
+                    missing.append(p)
+                elif m.count >= 2:
+                    if m.total.shape != p.shape:
+                        raise ValueError(
+                            f"varreg: parameter '{names(self)[p]}' has shape {tuple(p.shape)}, but moments of shape "
+                            f"{tuple(m.total.shape)}: was it replaced after backward()? Clear its gradient, and call backward() again."
+                        )
+                    seen = as_seen(m, p.grad)
+                    if seen is not None:
+                        work.append(Work(p, group, m, p.detach().clone(), *seen))
+        warn_missing(self, missing, self._warned)
+        return work
+
+    def _regularize(self, work: list[Work]) -> None:
+        self._lambdas = {}
+        for w in work:
+            if w.group["per"] == "element":
+                each = [regularizer(*self._ratio(w, *increment), w.group) for increment in self._increments(w)]
+                self._apply(w, each[0] if len(each) == 1 else torch.cat(each).view_as(w.p))
+            elif w.group["per"] == "tensor":
+                self._apply(w, regularizer(*self._ratio(w, *self._spread(w), self.state[w.p]), w.group))
+        self._regularize_model([w for w in work if w.group["per"] == "model"])
+
+    def _regularize_model(self, work: list[Work]) -> None:
+        """One ρ and one history for all. Each state has a copy of the history, since a state dict knows nothing but parameters."""
+        if not work:
+            return
+        deltas, variances = zip(*(self._spread(w) for w in work), strict=True)
+        lead = self.state[work[0].p]
+        delta = torch.stack([d.square().to(deltas[0]) for d in deltas]).sum().sqrt()
+        variance = torch.stack([v.to(variances[0]) for v in variances]).sum()
+        rho, rho_bar = self._ratio(work[0], delta, variance, lead)
+        for group in self.param_groups:
+            for p in group["params"] if group["per"] == "model" else ():
+                for key in _HISTORY:
+                    if key in self.state.get(p, {}):
+                        self.state[p][key].copy_(lead[key])
+        for w in work:
+            self._apply(w, regularizer(rho, rho_bar, w.group).to(w.p.device))
+
+    def _spread(self, w: Work) -> tuple[Tensor, Tensor]:
+        """√Σδ̄² and Σσ² over all elements."""
+        sums = torch.stack([torch.stack([d.square().sum(), v.sum()]) for d, v, _ in self._increments(w)]).sum(0)
+        return sums[0].sqrt(), sums[1]
+
+    def _increments(self, w: Work) -> Iterator[tuple[Tensor, Tensor, Part]]:
+        """δ̄ and its variance, part by part; the sums that the variance needs are brought up to date."""
+        group, first = w.group, self._prepare(w)
+        decay = 0.0 if group.get("decoupled_weight_decay") else float(group.get("weight_decay", 0))
+        tensors = {k: v for k, v in self.state[w.p].items() if isinstance(v, Tensor)}
+        tensors |= {"x": w.x, "g": w.g, "total": w.moments.total, "square": w.moments.square}
+        if isinstance(w.kappa2, Tensor):
+            tensors["kappa2"] = w.kappa2
+        for part in parts(tensors, w.p.shape):
+            s2 = Moments(w.moments.count, w.moments.groups, part["total"], part["square"]).variance
+            part["s2"] = s2.mul_(part["kappa2"]) if "kappa2" in part else s2 if w.kappa2 == 1 else s2.mul_(w.kappa2)
+            if group.get("maximize"):
+                part["g"] = -part["g"]
+            if decay:
+                part["g"] = part["g"].add(part["x"], alpha=decay)
+            yield *self._increment(part, group, first), part
+
+    def _prepare(self, w: Work) -> bool:
+        """Make the state that is missing; True if the sums of the increment's variance are new."""
+        state, group = self.state[w.p], w.group
+        sums = self._accumulators(group)
+        first = any(key not in state for key in sums)
+        whole = group["per"] == "element"
+        shapes = dict.fromkeys(sums, True) | dict.fromkeys(_HISTORY, whole)
+        if group["calibrate"]:
+            shapes |= dict.fromkeys(_CALIBRATION, False)
+        for key, full in shapes.items():
+            if key not in state:
+                zeros = torch.zeros_like(w.p, dtype=stat_dtype(w.p.dtype)) if full else w.moments.total.new_zeros(())
+                state[key] = zeros if group["per"] != "model" or key not in _HISTORY else self._model_history(key, zeros)
+            elif (state[key].shape == w.p.shape) != full and w.p.dim():
+                raise ValueError(
+                    f"varreg: per={group['per']!r} does not fit the history, which was begun with another; keep to one."
+                )
+        return first
+
+    def _model_history(self, key: str, zeros: Tensor) -> Tensor:
+        """For a parameter that joins late: what the others have."""
+        others = (self.state[p] for g in self.param_groups if g["per"] == "model" for p in g["params"] if p in self.state)
+        return next((zeros.copy_(state[key]) for state in others if key in state), zeros)
+
+    def _ratio(self, w: Work, delta: Tensor, variance: Tensor, stats: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """ρ, which is entered into the history, and ρ̄."""
+        group, history = w.group, (stats["vr_history"], stats["vr_count"])
+        limit = None if group["cap"] is None else group["cap"] * w.moments.count
+        rho = scale_free(variance, delta, limit) if group["scale_free"] else variance
+        kind, beta = group["history"], group["history_beta"]
+        record(*history, rho, kind, beta)
+        return rho, average(*history, kind, beta)
+
+    def _apply(self, w: Work, lam: Tensor) -> None:
+        """x + λ·(x' − x). Decoupled weight decay is not part of the increment: it moves x before."""
+        p, group, state = w.p, w.group, self.state[w.p]
+        if group["calibrate"]:
+            lam = calibrated(lam, *(state[key] for key in _CALIBRATION))
+            if group["lambda_min"] is not None or group["lambda_max"] is not None:
+                lam = lam.clamp_(min=group["lambda_min"], max=group["lambda_max"])
+        if group.get("decoupled_weight_decay"):
+            w.x.mul_(1 - float(group["lr"]) * float(group["weight_decay"]))
+        if p.dtype == lam.dtype:
+            torch.lerp(w.x, p, lam, out=p)
+        else:
+            p.copy_(torch.lerp(w.x.to(lam.dtype), p.to(lam.dtype), lam))
+        self._lambdas[p] = lam
+
+    # For subclasses ----------------------------------------------------------------------------------------------------------------
+
+    def _accumulators(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Names of the sums that `_increment` keeps in the state, each of the parameter's shape."""
+        return ()
+
+    def _increment(self, part: Part, group: dict[str, Any], first: bool) -> tuple[Tensor, Tensor]:
+        """δ̄ and its variance, after the base's step, for a part of a parameter.
+
+        `part` has the state, `x` before the step, `g` with its sign and coupled weight decay, and `s2`, its σ². The accumulators in
+        it are brought up to date; `first` says that they are new, and 0.
+        """
+        raise NotImplementedError
+
+
+def _spelled_out(cls: type) -> inspect.Signature:
+    """The signature of `__init__` with the regularizer's options in place of `**regularizer`, for `help()` and editors."""
+    signature = inspect.signature(cls.__init__)  # type: ignore[misc]
+    kinds = [p for p in list(signature.parameters.values())[1:] if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    extra = {name: allowed[0] for name, allowed in getattr(cls, "_extra", {}).items()}
+    taken = {p.name for p in kinds}
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value)
+        for name, value in {**DEFAULTS, **extra}.items()
+        if name not in taken
+    ]
+    return signature.replace(parameters=[*kinds, *options])

@@ -1,0 +1,108 @@
+"""A falling impact factor s: the paper's conclusion, in the manner of `torch.optim.lr_scheduler`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+
+class SScheduler:
+    """Sets each param group's s to `initial_s`·factor(t), t counting the calls of `step()`. Abstract: subclasses have `factor`.
+
+    The paper expects noise to help late in training, out of local minima, and less of it to be regularized away then. Call `step()`
+    as often as you count t: once an epoch, or once a batch. `initial_s` is kept in the param group, as lr schedulers keep `initial_lr`.
+    """
+
+    def __init__(self, optimizer: Optimizer, last_epoch: int = -1):
+        if not isinstance(optimizer, Optimizer):
+            raise ValueError(f"varreg: {type(self).__name__} expects an optimizer, got {type(optimizer).__name__}.")
+        for i, group in enumerate(optimizer.param_groups):
+            if "s" not in group:
+                raise ValueError(
+                    f"varreg: param group {i} of {type(optimizer).__name__} has no s; use one of varreg's optimizers."
+                )
+            if last_epoch == -1:
+                group["initial_s"] = group["s"]
+            elif "initial_s" not in group:
+                raise KeyError(f"param 'initial_s' is not specified in param_groups[{i}] when resuming an optimizer")
+        self.optimizer = optimizer
+        self.base_s: list[float] = [group["initial_s"] for group in optimizer.param_groups]
+        self.last_epoch = last_epoch
+        self.step()
+
+    def factor(self, t: int) -> float:
+        raise NotImplementedError
+
+    def step(self) -> None:
+        """The next t."""
+        self.last_epoch += 1
+        factor = self.factor(self.last_epoch)
+        if not (math.isfinite(factor) and factor >= 0):
+            raise ValueError(
+                f"varreg: {type(self).__name__} has factor {factor!r} at t = {self.last_epoch}; it must be finite, and 0 at least."
+            )
+        for group, s in zip(self.optimizer.param_groups, self.base_s, strict=True):
+            group["s"] = s * factor
+
+    def get_last_s(self) -> list[float]:
+        """s of every param group."""
+        return [group["s"] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but the optimizer, and functions, which are not saved."""
+        return {k: v for k, v in self.__dict__.items() if k != "optimizer" and not callable(v)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As for lr schedulers: load the optimizer's state as well, which has s itself."""
+        self.__dict__.update(state_dict)
+
+
+class InverseTimeS(SScheduler):
+    """s_t = s₀/(1 + t/half): half of s₀ after `half` steps.
+
+    >>> import torch, varreg
+    >>> optimizer = varreg.VRSGD([torch.zeros(1, requires_grad=True)], lr=0.1, s=2.0)
+    >>> schedule = InverseTimeS(optimizer, half=10)
+    >>> for _ in range(10):
+    ...     schedule.step()
+    >>> schedule.get_last_s()
+    [1.0]
+    """
+
+    def __init__(self, optimizer: Optimizer, half: float, last_epoch: int = -1):
+        if not half > 0:
+            raise ValueError(f"varreg: half must be positive, got {half!r}.")
+        self.half = half
+        super().__init__(optimizer, last_epoch)
+
+    def factor(self, t: int) -> float:
+        return 1 / (1 + t / self.half)
+
+
+class CosineS(SScheduler):
+    """s_t from s₀ to 0 in `total` steps along half a cosine, then 0: the base optimizer."""
+
+    def __init__(self, optimizer: Optimizer, total: int, last_epoch: int = -1):
+        if not total > 0:
+            raise ValueError(f"varreg: total must be positive, got {total!r}.")
+        self.total = total
+        super().__init__(optimizer, last_epoch)
+
+    def factor(self, t: int) -> float:
+        return (1 + math.cos(math.pi * min(t, self.total) / self.total)) / 2
+
+
+class LambdaS(SScheduler):
+    """s_t = s₀·function(t), as `LambdaLR` does for the learning rate. The function is not part of the state."""
+
+    def __init__(self, optimizer: Optimizer, function: Callable[[int], float], last_epoch: int = -1):
+        if not callable(function):
+            raise ValueError(f"varreg: function must be callable, got {type(function).__name__}.")
+        self.function = function
+        super().__init__(optimizer, last_epoch)
+
+    def factor(self, t: int) -> float:
+        return self.function(t)

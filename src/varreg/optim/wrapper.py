@@ -1,0 +1,85 @@
+"""Any other first-order optimizer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from varreg.optim.gradient import Part
+from varreg.optim.regularized import Regularized
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from varreg.regularizer import Options
+
+
+class VarianceRegularized(Regularized):
+    """Wraps a torch optimizer, and scales the change that it makes to each parameter by λ, from ρ = v²/ḡ² of the gradient itself.
+
+    For an optimizer whose own increment has no derivation here; where there is one (`VRSGD`, `VRAdam`, …), use that. The whole change is
+    scaled, decoupled weight decay included. What the base keeps of its own steps (ASGD's average, say) is that of its unscaled steps.
+
+    It shares param groups and state with the base, so that schedulers may be given either, and its `state_dict()` holds all there is.
+    Attributes that it does not have are those of the base (`VarianceRegularized(schedule_free).eval()`).
+
+    >>> import varreg
+    >>> model = torch.nn.Linear(2, 1)
+    >>> observer = varreg.observe(model)
+    >>> optimizer = VarianceRegularized(torch.optim.RAdam(model.parameters(), lr=0.1), s=2.0)
+    >>> model(torch.randn(8, 2)).square().mean().backward()
+    >>> optimizer.step()
+    >>> optimizer.lambda_of(model.bias).tolist()  # the first step has no history but itself
+    [1.0]
+    """
+
+    def __init__(self, base: Optimizer, **regularizer: Unpack[Options]):
+        if not isinstance(base, Optimizer):
+            raise ValueError(f"varreg: VarianceRegularized expects a torch.optim.Optimizer, got {type(base).__name__}.")
+        if isinstance(base, Regularized):
+            raise ValueError(f"varreg: {type(base).__name__} is regularized already; give its options to it.")
+        if isinstance(base, torch.optim.LBFGS):
+            raise ValueError(
+                "varreg: LBFGS is not a first-order method: its step evaluates the model many times. Wrap another one."
+            )
+        self._set_options(regularizer)
+        groups = [{**self._options, **group} for group in base.param_groups]
+        for group in groups:
+            self._check(group)
+        for group, whole in zip(base.param_groups, groups, strict=True):
+            group.update(whole)
+        base.defaults.update({**self._options, **base.defaults})
+        self.__setstate__({"base": base, "defaults": base.defaults, "state": base.state, "param_groups": base.param_groups})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "base": self.base}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.base: Optimizer = self.__dict__["base"]
+        self.base.__setstate__({"state": self.state, "param_groups": self.param_groups})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "base" not in self.__dict__:
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        return getattr(self.base, name)
+
+    def __repr__(self) -> str:
+        return f"VarianceRegularized {self.base!r}"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if isinstance(param_group, dict):
+            self._check({**self._options, **param_group})
+        self.base.add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    def _base_step(self) -> None:
+        self.base.step()
+
+    def _increment(self, part: Part, group: dict[str, Any], first: bool) -> tuple[Tensor, Tensor]:
+        return part["total"], part["s2"]
