@@ -1,12 +1,12 @@
-"""Plain-text tables: words to the left, numbers to the right, the last row set apart."""
+"""Plain-text tables: words to the left, numbers to the right."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[int] = (0,)) -> str:
-    """The columns in `words` are aligned to the left.
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[int] = (0,), total: bool = True) -> str:
+    """The columns in `words` are aligned to the left; with `total`, the last row is set apart.
 
     >>> print(table(("layer", "size"), [("first", "9"), ("whole", "10")]))
     layer  size
@@ -22,4 +22,4 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[in
         for row in cells
     ]
     rule = "─" * max(map(len, lines))
-    return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
+    return "\n".join([lines[0], rule, *(lines[1:] if not total else [*lines[1:-1], rule, lines[-1]])])

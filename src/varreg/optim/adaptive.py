@@ -84,7 +84,7 @@ class VRRMSprop(Regularized, torch.optim.RMSprop):
                 V0 = increments.accumulate_denominator(part["vr_denominator_0"], s2, alpha)
                 V = torch.addcmul(V, mean, V1, value=-2).addcmul_(mean.square(), V0).clamp_(min=0)
                 gs2 = gs2 - mean * s2
-        p2 = square.sqrt_()
+        p2 = square.sqrt()
         delta = g / (p2 + group["eps"])
         variance = increments.ratio(delta, p2, group["eps"], (s2, gs2 * (1 - alpha), V), direct)
         if not group["momentum"]:

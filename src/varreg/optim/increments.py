@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import threshold
 
 VERSIONS = {"variance": ("simplified", "direct")}
 """The option `variance`: the paper's implemented version first."""
@@ -65,9 +66,13 @@ def weighted(g: Tensor, s2: Tensor, direct: bool) -> tuple[Tensor, Tensor]:
 
 
 def ratio(delta: Tensor, p2: Tensor, eps: float, sums: tuple[Tensor, Tensor, Tensor], direct: bool) -> Tensor:
-    """Var(n/D) from N, C and V, which are not changed; never negative. nan where p₂ = 0: nothing has come in yet."""
+    """Var(n/D) from N, C and V, which are not changed. nan where p₂ = 0: nothing has come in yet.
+
+    What rounding leaves of the bracket is set to 0: Adam's first step, m̂/√v̂ = ±1, has no variance, and a history must not take noise for it.
+    """
     N, C, V = sums
-    # δ/p₂, so that both terms are one factor times another
     slope = delta / p2 if direct else delta.abs()
-    bracket = torch.addcmul(N, slope, C, value=-2).addcmul_(slope.square(), V).clamp_(min=0)
-    return bracket.div_((p2 + eps).square_())
+    size = torch.addcmul(N, slope.square(), V)
+    left = torch.addcmul(size, slope, C, value=-2).div_(size)
+    left = threshold(left, torch.finfo(left.dtype).eps ** 0.5, 0.0)
+    return left.mul_(size).div_((p2 + eps).square_())

@@ -32,5 +32,5 @@ def warn_missing(optimizer: Optimizer, parameters: list[Tensor], warned: set[int
         f"varreg: {type(optimizer).__name__} has a gradient but no gradient variance for {', '.join(f'{name[p]!r} {tuple(p.shape)}' for p in new)}: "
         "the plain step is taken there (λ = 1). Call varreg.observe(model) before the forward pass, with at least two groups; or put "
         "these parameters into a group of their own with s=0.",
-        stacklevel=5,
+        stacklevel=6,
     )

@@ -1,0 +1,365 @@
+"""What happens between backward() and step(), or in place of one, against the reference of the full batch in float64."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import varreg
+
+from .optimizers import RULES
+from .truth import losses, one_at_a_time, sample_weights
+from .update_rules import Reference
+
+BATCH = 6
+
+
+def make() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def pair(name: str, **options):
+    """A model with its optimizer, and the reference on a twin."""
+    rule, model = RULES[name], make()
+    twin = copy.deepcopy(model)
+    varreg.observe(model)
+    arguments = {**rule.settings["plain"], **options}
+    optimizer = rule.regularized(model.parameters(), **arguments)
+    direct = optimizer.param_groups[0].get("variance") == "direct"
+    return model, optimizer, Reference(twin, rule.reference, {**rule.defaults, **arguments, "direct": direct})
+
+
+def compare(model, reference, rtol=1e-9):
+    for (n, p), q in zip(model.named_parameters(), reference.model.parameters(), strict=True):
+        torch.testing.assert_close(p.detach(), q.detach(), rtol=rtol, atol=rtol, msg=lambda m: f"{n}: {m}")  # noqa: B023
+
+
+def statistics(optimizer):
+    return {(id(p), k): v.clone() for p, s in optimizer.state.items() for k, v in s.items() if k.startswith("vr_")}
+
+
+def same(a, b) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("split", [(3, 3), (1, 5), (4, 1, 1)])
+@pytest.mark.parametrize("name", RULES)
+def test_accumulation_equals_the_full_batch(name, split):
+    model, optimizer, reference = pair(name)
+    weights = sample_weights(BATCH)
+    for _ in range(20):
+        x = torch.randn(BATCH, 4)
+        optimizer.zero_grad()
+        for part, w in zip(x.split(split), weights.split(split), strict=True):
+            (losses(model(part), w).sum() / BATCH).backward()
+        optimizer.step()
+        reference.step(one_at_a_time(reference.model, (x,), weights))
+        compare(model, reference)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_grad_scaler_and_its_skipped_steps(name):
+    """The scale changes on the way, and some steps overflow: those leave parameters and statistics as they were."""
+    model, optimizer, reference = pair(name)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=3)
+    weights, skipped = sample_weights(BATCH), 0
+    for step in range(24):
+        x = torch.randn(BATCH, 4)
+        optimizer.zero_grad()
+        loss = losses(model(x), weights).mean()
+        before = statistics(optimizer)
+        scaler.scale(loss * torch.inf if step % 5 == 4 else loss).backward()
+        if step % 2:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        if step % 5 == 4:
+            assert same(before, statistics(optimizer))
+            skipped += 1
+        else:
+            reference.step(one_at_a_time(reference.model, (x,), weights))
+        compare(model, reference)
+    assert skipped == 4
+    assert scaler.get_scale() != 2.0**14
+
+
+def test_grad_scaler_with_a_fused_base():
+    model, _, reference = pair("Adam")
+    optimizer = varreg.VRAdam(model.parameters(), lr=0.01, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    weights = sample_weights(BATCH)
+    for _ in range(10):
+        x = torch.randn(BATCH, 4)
+        optimizer.zero_grad()
+        scaler.scale(losses(model(x), weights).mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        reference.step(one_at_a_time(reference.model, (x,), weights))
+        compare(model, reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_with_grad_scaler(dtype):
+    """In half precision, as near to float32 as half precision is."""
+    torch.set_default_dtype(torch.float32)
+    results = []
+    for half in (False, True):
+        torch.manual_seed(0)
+        model = make()
+        varreg.observe(model)
+        optimizer = varreg.VRSGD(model.parameters(), lr=0.05, momentum=0.9, history="geometric", per="tensor")
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        for _ in range(20):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype, enabled=half):
+                loss = model(torch.randn(BATCH, 4)).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert (results[0] - results[1]).norm() < 0.03 * results[0].norm()
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_frozen_then_unfrozen(name):
+    model, optimizer, reference = pair(name)
+    weights = sample_weights(BATCH)
+    for step in range(20):
+        for p in (*model[0].parameters(), *reference.model[0].parameters()):
+            p.requires_grad_(step >= 6)
+        x = torch.randn(BATCH, 4)
+        optimizer.zero_grad()
+        losses(model(x), weights).mean().backward()
+        optimizer.step()
+        if step < 6:
+            assert model[0].weight not in optimizer.state or "vr_history" not in optimizer.state[model[0].weight]
+        reference.step(one_at_a_time(reference.model, (x,), weights))
+        compare(model, reference)
+
+
+def test_one_lambda_for_the_model_also_when_parameters_join_late():
+    model, optimizer, _ = pair("SGD", per="model", history="mean")
+    for step in range(8):
+        for p in model[0].parameters():
+            p.requires_grad_(step >= 4)
+        optimizer.zero_grad()
+        model(torch.randn(BATCH, 4)).square().mean().backward()
+        optimizer.step()
+        assert len({float(optimizer.lambda_of(p)) for p in model.parameters() if p.requires_grad}) == 1
+    assert {float(optimizer.state[p]["vr_count"]) for p in model.parameters()} == {8.0}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_step_left_out_by_the_user(name):
+    model, optimizer, reference = pair(name)
+    weights = sample_weights(BATCH)
+    for step in range(20):
+        x = torch.randn(BATCH, 4)
+        optimizer.zero_grad()
+        losses(model(x), weights).mean().backward()
+        if step % 3:
+            optimizer.step()
+            reference.step(one_at_a_time(reference.model, (x,), weights))
+        compare(model, reference)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_unobserved_parameters_take_the_plain_step_with_one_warning(name):
+    rule, model = RULES[name], make()
+    twin = copy.deepcopy(model)
+    ours, theirs = (o(m.parameters(), **rule.settings["plain"]) for o, m in ((rule.regularized, model), (rule.base, twin)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            x = torch.randn(BATCH, 4)
+            for m, o in ((model, ours), (twin, theirs)):
+                o.zero_grad()
+                m(x).square().mean().backward()
+                o.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    assert len(caught) == 1
+    message = str(caught[0].message)
+    assert f"{rule.regularized.__name__} has a gradient but no gradient variance for" in message
+    assert all(f"param_groups[0]['params'][{i}]" in message for i in range(4))
+    assert caught[0].filename == __file__
+    assert not statistics(ours)
+
+
+def test_partly_observed():
+    model = make()
+    varreg.observe(model[0])
+    optimizer = varreg.VRSGD(model.named_parameters(), lr=0.1)
+    model(torch.randn(BATCH, 4)).square().mean().backward()
+    with pytest.warns(UserWarning, match=r"no gradient variance for '2.weight' \(3, 5\), '2.bias' \(3,\)"):
+        optimizer.step()
+    assert optimizer.lambda_of(model[0].weight) is not None
+    assert optimizer.lambda_of(model[2].weight) is None
+
+
+def test_one_group_has_no_variance_and_says_so():
+    model = make()
+    varreg.observe(model, groups=1)
+    optimizer = varreg.VRSGD(model.parameters(), lr=0.1)
+    model(torch.randn(BATCH, 4)).square().mean().backward()
+    with pytest.warns(UserWarning, match="with at least two groups"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_batch_of_one_is_a_plain_step(name):
+    model, optimizer, _ = pair(name)
+    for batch in (BATCH, 1, BATCH):
+        optimizer.zero_grad()
+        model(torch.randn(batch, 4)).square().mean().backward()
+        before, x = statistics(optimizer), copy.deepcopy((model, optimizer))
+        optimizer.step()
+        if batch == 1:
+            assert same(before, statistics(optimizer))
+            assert optimizer.lambda_of(model[0].weight) is None
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                for p, q in zip(x[0].parameters(), model.parameters(), strict=True):
+                    p.grad = q.grad.clone()
+                x[1].step()  # a copy, not observed: the plain step
+            assert all(torch.equal(p, q) for p, q in zip(x[0].parameters(), model.parameters(), strict=True))
+
+
+class Linear(nn.Module):
+    def __init__(self, n: int):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(n))
+
+    def forward(self, x):
+        return (self.w * x).sum(1)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"form": "affine"}, {"form": "sigmoid"}, {"cap": 1.0}, {"scale_free": False}, {"per": "tensor"}]
+)
+@pytest.mark.parametrize("history", ["sum", "mean", "ema", "geometric", "harmonic"])
+@pytest.mark.parametrize("name", RULES)
+def test_zero_gradients_are_not_a_problem(name, history, options):
+    """Element 0: ḡ = 0 with v > 0. Element 1: all gradients 0. Element 2: all alike, v = 0. Then ordinary steps."""
+    model = Linear(4)
+    varreg.observe(model)
+    optimizer = RULES[name].regularized(model.parameters(), lr=0.1, weight_decay=0, history=history, **options)
+    for step in range(6):
+        x = torch.randn(4, 4)
+        if step in (0, 2):
+            x[:, 0] = torch.tensor([1.0, -1.0, 2.0, -2.0])
+            x[:, 1] = 0.0
+            x[:, 2] = 3.0
+        if step == 3:
+            x[:] = 0.0
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        before = statistics(optimizer)
+        optimizer.step()
+        assert model.w.isfinite().all()
+        assert all(v.isfinite().all() for v in statistics(optimizer).values())
+        if step == 0 and options.get("per") != "tensor":
+            lam = optimizer.lambda_of(model.w)
+            assert lam[1] == 1
+            assert model.w[1] == 1
+        if step == 3 and name == "SGD" and options.get("scale_free", True):  # 0/0 everywhere: nothing to learn from
+            assert same(before, statistics(optimizer))
+            assert torch.equal(optimizer.lambda_of(model.w), torch.ones(() if options.get("per") else 4))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", RULES)
+def test_a_gradient_that_is_not_finite_is_not_learned_from(name, bad):
+    model = Linear(4)
+    varreg.observe(model)
+    optimizer = RULES[name].regularized(model.parameters(), lr=0.1)
+    for step in range(3):
+        x = torch.randn(5, 4)
+        if step == 1:
+            x[2, 1] = bad
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        before = statistics(optimizer)
+        optimizer.step()
+        if step == 1:
+            assert same(before, statistics(optimizer))
+            assert optimizer.lambda_of(model.w) is None  # the caller can tell
+    assert all(v.isfinite().all() for v in statistics(optimizer).values())
+
+
+def test_a_parameter_of_no_elements_and_an_empty_batch():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch: initializing zero-element tensors
+        model = nn.Sequential(nn.Linear(4, 0), nn.Linear(0, 3))
+    varreg.observe(model)
+    optimizer = varreg.VRSGD(model.parameters(), lr=0.1)
+    model(torch.randn(BATCH, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = statistics(optimizer)
+    model(torch.randn(0, 4)).square().sum().backward()
+    optimizer.step()
+    assert same(before, statistics(optimizer))
+
+
+def test_a_parameter_replaced_by_one_of_another_shape():
+    model = Linear(4)
+    varreg.observe(model)
+    optimizer = varreg.VRSGD(model.parameters(), lr=0.1)
+    model(torch.randn(5, 4)).mean().backward()
+    grad = torch.zeros(3) + 1
+    model.w.grad = None
+    model.w.data = torch.ones(3)
+    model.w.grad = grad
+    with pytest.raises(ValueError, match=r"parameter 'w' has shape \(3,\), but moments of shape \(4,\)"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_distributed_checkpointing_makes_state_by_a_step_of_zeros(name):
+    """A fresh optimizer's step() with zero gradients and lr 0: no error, no warning, no history. Then a real round trip."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    rule, model = RULES[name], make()
+    varreg.observe(model)
+    optimizer = rule.regularized(model.parameters(), **rule.settings["plain"])
+    get_optimizer_state_dict(model, optimizer)
+    assert not statistics(optimizer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(BATCH, 4)).square().mean().backward()
+        optimizer.step()
+    saved = get_optimizer_state_dict(model, optimizer)
+    fresh = rule.regularized(model.parameters(), **rule.settings["plain"])
+    set_optimizer_state_dict(model, fresh, saved)
+    assert same(statistics(optimizer), statistics(fresh))
+
+
+def test_a_full_float64_run_with_groups_of_samples():
+    """λ from the variance that eight groups estimate: the same code path, other moments."""
+    model = make()
+    varreg.observe(model, groups=3)
+    optimizer = varreg.VRSGD(model.parameters(), lr=0.1)
+    model(torch.randn(BATCH, 4)).square().mean().backward()
+    m = varreg.moments(model[0].weight)
+    optimizer.step()
+    torch.testing.assert_close(optimizer.state[model[0].weight]["vr_history"], m.rho)
+
+
+def test_reduction_does_not_matter():
+    results = []
+    for reduction in ("mean", "sum"):
+        torch.manual_seed(3)
+        model = make()
+        varreg.observe(model, reduction=reduction)
+        optimizer = varreg.VRSGD(model.parameters(), lr=0.1 if reduction == "mean" else 0.1 / BATCH, momentum=0.9)
+        for _ in range(5):
+            optimizer.zero_grad()
+            getattr(model(torch.randn(BATCH, 4)).square().mean(1), reduction)().backward()
+            optimizer.step()
+        results.append([optimizer.lambda_of(p) for p in model.parameters()])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
