@@ -156,17 +156,19 @@ def test_implementations_agree(name, setting):
             torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-11)
 
 
-def test_large_parameters_are_worked_on_in_parts(monkeypatch):
+def test_parts_large_and_small_make_no_difference(monkeypatch):
     results = []
-    for chunk in (1 << 18, 7):
-        monkeypatch.setattr("varreg.optim.gradient._CHUNK", chunk)
+    for small, large in ((1 << 14, 1 << 19), (0, 7), (0, 1 << 19), (6, 7)):
+        monkeypatch.setattr("varreg.optim.parts.SMALL", small)
+        monkeypatch.setattr("varreg.optim.parts.LARGE", large)
         torch.manual_seed(0)
         model = observed()
         train(model, varreg.VRAdam(model.parameters(), lr=0.01, amsgrad=True), 10)
         train(model, varreg.VRSGD(model.parameters(), lr=0.01, momentum=0.9, per="tensor"), 10)
         results.append(model)
-    for p, q in zip(results[0].parameters(), results[1].parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-13)
+    for other in results[1:]:
+        for p, q in zip(results[0].parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-13)
 
 
 def test_channels_last():

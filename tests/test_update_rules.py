@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import varreg
+from varreg import native
 
 from .optimizers import RULES, SETTINGS
 from .truth import losses, one_at_a_time, sample_weights
@@ -86,8 +87,13 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("name", RULES)
 def test_options_against_the_formula(name, options):
-    rule = RULES[name]
-    run(name, rule.settings["plain"], options, steps=20)
+    run(name, RULES[name].settings["plain"], options, steps=20)
+
+
+@pytest.mark.parametrize("options", [{}, *OPTIONS.values()], ids=["defaults", *OPTIONS])
+def test_without_the_compiled_kernel(options, monkeypatch):
+    monkeypatch.setattr(native, "lambdas", lambda *_: None)
+    run("SGD", RULES["SGD"].settings["plain"], options, steps=20)
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -9,7 +9,7 @@ element by element on tensors of any shape, also of none (one λ for a tensor or
 
 What is undefined (0/0: no gradient at all; or no history) has λ = 1. A ρ that is not finite is not entered into any history.
 
-Validity is arithmetic (x − x is 0 or nan), not boolean: on a CPU, comparing and selecting costs ten times as much as adding.
+Validity is arithmetic (0·x is 0 or nan), not boolean: on a CPU, comparing and selecting costs ten times as much as adding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, TypedDict
 
+import torch
 from torch import Tensor
+
+from varreg import native
+from varreg.memory import scratch
 
 Form = Literal["rational", "sigmoid", "affine"]
 History = Literal["sum", "mean", "ema", "geometric", "harmonic"]
@@ -27,6 +31,7 @@ Per = Literal["element", "tensor", "model"]
 FORMS: tuple[Form, ...] = ("rational", "sigmoid", "affine")
 HISTORIES: tuple[History, ...] = ("sum", "mean", "ema", "geometric", "harmonic")
 PER: tuple[Per, ...] = ("element", "tensor", "model")
+_ONE = torch.ones(())
 _HUGE = 1e37  # a history stops here: one more value must not make a float32 overflow
 
 
@@ -127,36 +132,36 @@ def lambda0_of(s: float) -> float:
 # The three forms -------------------------------------------------------------------------------------------------------------------
 
 
-def rational(r: Tensor, s: float) -> Tensor:
-    """λ = (1 + s)/(1 + s·r): from 1 + s down to 0 (section 4, the form that the paper uses).
+def rational(rho: Tensor, rho_bar: Tensor, s: float) -> Tensor:
+    """λ = (1 + s)/(1 + s·ρ/ρ̄): from 1 + s down to 0 (section 4, the form that the paper uses).
 
     >>> import torch
-    >>> rational(torch.tensor([0.0, 1.0, 2.5]), 2.0).tolist()
+    >>> rational(torch.tensor([0.0, 2.0, 5.0]), torch.tensor(2.0), 2.0).tolist()
     [3.0, 1.0, 0.5]
     """
-    return (r * s).add_(1).reciprocal_().mul_(1 + s)
+    one = _ONE.to(rho)
+    return (1 + s) * one / torch.addcdiv(one, rho, rho_bar, value=s)
 
 
-def sigmoid(r: Tensor, s: float) -> Tensor:
-    """λ = a/(1 + exp[λ₀/2 − (1 + λ₀/2)/r]), a = 1 + 1/e: from a down to a/(1 + exp(λ₀/2)) (S2.1).
-
-    >>> import torch
-    >>> sigmoid(torch.tensor([1.0, 2.0], dtype=torch.float64), 2.0).round(decimals=4).tolist()
-    [1.0, 0.6025]
-    """
-    half = lambda0_of(s) / 2
-    return r.reciprocal().mul_(1 + half).sub_(half).sigmoid_().mul_(1 + 1 / math.e)
-
-
-def affine(r: Tensor, s: float) -> Tensor:
-    """λ = (1 + λ₀/2)/r − λ₀/2: Theorem 3's exact form, which has no bounds of its own.
+def affine(rho: Tensor, rho_bar: Tensor, s: float) -> Tensor:
+    """λ = (1 + λ₀/2)·ρ̄/ρ − λ₀/2, with λ₀ of s: Theorem 3's exact form, which has no bounds of its own.
 
     >>> import torch
-    >>> affine(torch.tensor([0.5, 1.0, 4.0], dtype=torch.float64), 2.0).round(decimals=4).tolist()
+    >>> affine(torch.tensor([1.0, 2.0, 8.0], dtype=torch.float64), torch.tensor(2.0), 2.0).round(decimals=4).tolist()
     [3.4789, 1.0, -0.8591]
     """
     half = lambda0_of(s) / 2
-    return r.reciprocal().mul_(1 + half).sub_(half)
+    return (rho_bar / rho).mul_(1 + half).sub_(half)
+
+
+def sigmoid(rho: Tensor, rho_bar: Tensor, s: float) -> Tensor:
+    """λ = a/(1 + exp[−affine]), a = 1 + 1/e: from a down to a/(1 + exp(λ₀/2)) (S2.1).
+
+    >>> import torch
+    >>> sigmoid(torch.tensor([2.0, 4.0], dtype=torch.float64), torch.tensor(2.0), 2.0).round(decimals=4).tolist()
+    [1.0, 0.6025]
+    """
+    return affine(rho, rho_bar, s).sigmoid_().mul_(1 + 1 / math.e)
 
 
 _FORMS = {"rational": rational, "sigmoid": sigmoid, "affine": affine}
@@ -165,14 +170,15 @@ _FORMS = {"rational": rational, "sigmoid": sigmoid, "affine": affine}
 # ρ, its history, and λ -------------------------------------------------------------------------------------------------------------
 
 
-def scale_free(variance: Tensor, delta: Tensor, limit: float | None = None) -> Tensor:
+def scale_free(variance: Tensor, delta: Tensor, limit: float | None = None, out: Tensor | None = None) -> Tensor:
     """ρ = σ²/δ̄² (S2.3), at most `limit`: inf where only δ̄ is 0, nan where both are.
 
     >>> import torch
     >>> scale_free(torch.tensor([8.0, 1.0, 0.0]), torch.tensor([2.0, 0.0, 0.0])).tolist()
     [2.0, inf, nan]
     """
-    rho = variance / delta.square()
+    rho = torch.square(delta, out=out)
+    rho = torch.div(variance, rho, out=rho)
     return rho if limit is None else rho.clamp_(max=limit)
 
 
@@ -181,18 +187,22 @@ def record(history: Tensor, count: Tensor, rho: Tensor, kind: History, beta: flo
 
     They are Σρ and n; for `"geometric"` Σ log ρ, for `"harmonic"` Σ 1/ρ, both over ρ > 0; for `"ema"` βh + (1−β)ρ.
     """
-    value = rho.log() if kind == "geometric" else rho.reciprocal() if kind == "harmonic" else rho
-    nothing = rho - rho if value is rho else (rho - rho).add_(value).sub_(value)  # 0, or nan where it is not finite
-    valid = nothing.add_(1).nan_to_num_(nan=0.0)
-    value = value.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    kept, valid = scratch("value", rho.shape, rho), scratch("valid", rho.shape, rho)
+    value = torch.log(rho, out=kept) if kind == "geometric" else torch.reciprocal(rho, out=kept) if kind == "harmonic" else rho
+    torch.add(_ONE.to(rho), rho, alpha=0.0, out=valid)  # 1, or nan where it is not finite
+    if value is not rho:
+        valid.add_(value, alpha=0.0)
+    valid.nan_to_num_(nan=0.0)
+    value = torch.nan_to_num(value, nan=0.0, posinf=0.0, neginf=0.0, out=kept)
     if kind == "ema":
-        history.lerp_(value, valid * (1 - beta))
+        count.add_(valid)
+        history.lerp_(value, valid.mul_(1 - beta))
     else:
+        count.add_(valid)
         history.add_(value).clamp_(max=_HUGE)
-    count.add_(valid)
 
 
-def average(history: Tensor, count: Tensor, kind: History, beta: float = 0.99) -> Tensor:
+def average(history: Tensor, count: Tensor, kind: History, beta: float = 0.99, out: Tensor | None = None) -> Tensor:
     """ρ̄ of a history's sums: Ω, Ω/n, exp(Ω/n), n/Ω, or h/(1 − βⁿ).
 
     >>> import torch
@@ -205,16 +215,39 @@ def average(history: Tensor, count: Tensor, kind: History, beta: float = 0.99) -
     if kind == "sum":
         return history
     if kind == "ema":
-        return history / (1 - beta**count)
+        return torch.div(history, 1 - beta**count, out=out)
     if kind == "harmonic":
-        return count / history
-    return (history / count).exp_() if kind == "geometric" else history / count
+        return torch.div(count, history, out=out)
+    mean = torch.div(history, count, out=out)
+    return mean.exp_() if kind == "geometric" else mean
+
+
+def ratio(
+    variance: Tensor, delta: Tensor, history: Tensor, count: Tensor, m: int, options: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """ρ of an increment over m samples, and ρ̄ of its history, into which it is entered. Both may be overwritten by the next call."""
+    rho = variance
+    if options["scale_free"]:
+        rho = scale_free(variance, delta, _limit(m, options), scratch("rho", delta.shape, delta))
+    kind, beta = options["history"], options["history_beta"]
+    record(history, count, rho, kind, beta)
+    return rho, average(history, count, kind, beta, scratch("average", delta.shape, delta))
+
+
+def lambdas(variance: Tensor, delta: Tensor, history: Tensor, count: Tensor, m: int, options: Mapping[str, Any]) -> Tensor:
+    """λ of an increment over m samples, from its ρ and its history, into which ρ is entered: all of the above, in one."""
+    lam = native.lambdas(variance, delta, history, count, _limit(m, options), options)
+    return lam if lam is not None else regularizer(*ratio(variance, delta, history, count, m, options), options)
+
+
+def _limit(m: int, options: Mapping[str, Any]) -> float | None:
+    return None if options["cap"] is None else options["cap"] * m
 
 
 def regularizer(rho: Tensor, rho_bar: Tensor, options: Mapping[str, Any]) -> Tensor:
     """λ = form(ρ/ρ̄) within its bounds; 1 where ρ/ρ̄ is undefined. `options` has `s`, `form`, `lambda_min` and `lambda_max`."""
     s, form = options["s"], options["form"]
-    lam = _FORMS[form](rho / rho_bar, s)
+    lam = _FORMS[form](rho, rho_bar, s)
     low, high = bounds(options)
     if low is not None or high is not None:
         lam = lam.clamp_(min=low, max=high)

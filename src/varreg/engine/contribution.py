@@ -15,33 +15,15 @@ Letters: b samples, u groups, r rows of one sample (time steps, pixels), o and i
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-_AT_MOST = 1 << 23  # elements that a chunk of several groups may need
+from varreg.memory import AT_MOST, scratch
+
 _LARGE = 1 << 15  # from here on, adding up group by group beats a reduction over groups
-
-_workspace = threading.local()
-
-
-def scratch(use: str, shape: Sequence[int], like: Tensor) -> Tensor:
-    """An uninitialized tensor for a chunk's work, valid until the next call for the same use.
-
-    On the CPU its memory is kept: fresh memory of this size would be handed out page by page, at the price of the work itself.
-    """
-    numel = math.prod(shape)
-    if like.device.type != "cpu" or numel > _AT_MOST:
-        return like.new_empty(shape)
-    key = f"{use} {like.dtype}"
-    buffer: Tensor | None = getattr(_workspace, key, None)
-    if buffer is None or buffer.numel() < numel:
-        buffer = like.new_empty(numel)
-        setattr(_workspace, key, buffer)
-    return buffer[:numel].view(*shape)
 
 
 class Partition(NamedTuple):
@@ -94,7 +76,7 @@ class Contribution:
     def chunks(self) -> Iterator[tuple[int, Tensor]]:
         for first, last, start, n in self.partition.runs():
             cost = max(self.cost(n), 1)
-            step = max(1, self.chunk // cost, min(self.at_once, _AT_MOST // cost))
+            step = max(1, self.chunk // cost, min(self.at_once, AT_MOST // cost))
             for u in range(first, last, step):
                 stop = min(u + step, last)
                 yield n, self.groups(u, stop, start + (u - first) * n, n)

@@ -55,12 +55,17 @@ class Moments:
     @property
     def variance(self) -> Tensor:
         """v² = (1/m) Σ (g_i − ḡ)², never negative. One sample has 0; one *group* of several samples says nothing: nan."""
+        return self.variance_into(torch.empty_like(self.square))
+
+    def variance_into(self, out: Tensor) -> Tensor:
+        """The variance, in memory that is given."""
         if self.count == 1:
-            return torch.zeros_like(self.square)
+            return out.zero_()
         if self.groups < 2:
-            return torch.full_like(self.square, torch.nan)
+            return out.fill_(torch.nan)
         factor = (self.count - 1) / (self.groups - 1) / self._scale**2
-        return (self.square * self.count).sub_(self.total.square()).clamp_(min=0).mul_(factor)
+        torch.mul(self.square, self.count, out=out).addcmul_(self.total, self.total, value=-1).clamp_(min=0)
+        return out if factor == 1 else out.mul_(factor)
 
     @property
     def rho(self) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from varreg.optim import increments
-from varreg.optim.gradient import Part
+from varreg.optim.parts import Part
 from varreg.optim.regularized import Regularized
 
 if TYPE_CHECKING:
@@ -27,9 +27,10 @@ class _AdamLike(Regularized):
         maximum = ("vr_max_covariance", "vr_max_denominator") if group.get("amsgrad") else ()
         return ("vr_numerator", "vr_covariance", "vr_denominator", *maximum)
 
-    def _increment(self, part: Part, group: dict[str, Any], first: bool) -> tuple[Tensor, Tensor]:
+    def _increment(self, part: Part) -> tuple[Tensor, Tensor]:
+        group = part.group
         beta1, beta2 = map(float, group["betas"])
-        g, s2, direct = part["g"], part["s2"], group["variance"] == "direct"
+        g, s2, direct = part.g, part.s2, group["variance"] == "direct"
         N, C, V = (part[f"vr_{name}"] for name in ("numerator", "covariance", "denominator"))
         gs2, ggs2 = increments.weighted(g, s2, direct)
         increments.accumulate_numerator(N, s2, beta1)
@@ -194,5 +195,5 @@ class VRNAdam(_AdamLike, torch.optim.NAdam):
         mu, mu_next = (beta1 * (1 - 0.5 * 0.96 ** (k * group["momentum_decay"])) for k in (t, t + 1))
         product = float(part["mu_product"])
         c1, c2 = (1 - mu) / (1 - product), mu_next / (1 - product * mu_next)
-        n = torch.add(part["g"] * c1, part["exp_avg"].to(N.dtype), alpha=c2)
-        return n, (N * c2**2).add_(part["s2"], alpha=c1**2 + 2 * c1 * c2 * (1 - beta1)), (C * c2).add_(bgs2, alpha=c1)
+        n = torch.add(part.g * c1, part["exp_avg"].to(N.dtype), alpha=c2)
+        return n, (N * c2**2).add_(part.s2, alpha=c1**2 + 2 * c1 * c2 * (1 - beta1)), (C * c2).add_(bgs2, alpha=c1)

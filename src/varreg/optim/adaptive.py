@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from varreg.optim import increments
-from varreg.optim.gradient import Part
+from varreg.optim.parts import Part
 from varreg.optim.regularized import Regularized
 from varreg.regularizer import Options
 
@@ -71,8 +71,9 @@ class VRRMSprop(Regularized, torch.optim.RMSprop):
         centered = ("vr_denominator_1", "vr_denominator_0") if group["centered"] and group["variance"] == "direct" else ()
         return ("vr_denominator", *centered, *(("vr_variance",) if group["momentum"] else ()))
 
-    def _increment(self, part: Part, group: dict[str, Any], first: bool) -> tuple[Tensor, Tensor]:
-        alpha, g, s2, direct = group["alpha"], part["g"], part["s2"], group["variance"] == "direct"
+    def _increment(self, part: Part) -> tuple[Tensor, Tensor]:
+        group = part.group
+        alpha, g, s2, direct = group["alpha"], part.g, part.s2, group["variance"] == "direct"
         gs2, ggs2 = increments.weighted(g, s2, direct)
         V = increments.accumulate_denominator(part["vr_denominator"], ggs2, alpha)
         square = part["square_avg"].to(s2.dtype)
@@ -91,7 +92,7 @@ class VRRMSprop(Regularized, torch.optim.RMSprop):
             return delta, variance
         known = variance.nan_to_num(nan=0.0, posinf=0.0)
         return part["momentum_buffer"].to(s2.dtype), increments.momentum(
-            part["vr_variance"], known, group["momentum"], 0.0, first
+            part["vr_variance"], known, group["momentum"], 0.0, part.first
         )
 
 
@@ -140,8 +141,9 @@ class VRAdagrad(Regularized, torch.optim.Adagrad):
     def _accumulators(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("vr_denominator",)
 
-    def _increment(self, part: Part, group: dict[str, Any], first: bool) -> tuple[Tensor, Tensor]:
-        g, s2, direct = part["g"], part["s2"], group["variance"] == "direct"
+    def _increment(self, part: Part) -> tuple[Tensor, Tensor]:
+        group = part.group
+        g, s2, direct = part.g, part.s2, group["variance"] == "direct"
         gs2, ggs2 = increments.weighted(g, s2, direct)
         V = increments.accumulate_denominator(part["vr_denominator"], ggs2, 1)
         p2 = part["sum"].to(s2.dtype).sqrt()
@@ -189,8 +191,9 @@ class VRAdadelta(Regularized, torch.optim.Adadelta):
     def _accumulators(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("vr_denominator",)
 
-    def _increment(self, part: Part, group: dict[str, Any], first: bool) -> tuple[Tensor, Tensor]:
-        rho, eps, g, s2, direct = group["rho"], group["eps"], part["g"], part["s2"], group["variance"] == "direct"
+    def _increment(self, part: Part) -> tuple[Tensor, Tensor]:
+        group = part.group
+        rho, eps, g, s2, direct = group["rho"], group["eps"], part.g, part.s2, group["variance"] == "direct"
         gs2, ggs2 = increments.weighted(g, s2, direct)
         V = increments.accumulate_denominator(part["vr_denominator"], ggs2, rho)
         p2 = part["square_avg"].to(s2.dtype).add(eps).sqrt_()

@@ -8,8 +8,7 @@ subclass adds is the variance of its increment (`_increment`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -18,29 +17,16 @@ from torch.optim import Optimizer
 
 from varreg.engine import Moments, moments
 from varreg.engine.contribution import stat_dtype
-from varreg.optim.gradient import Part, as_seen, parts
+from varreg.memory import scratch
+from varreg.optim.gradient import as_seen
 from varreg.optim.names import names, warn_missing
+from varreg.optim.parts import Part, Work, parts, pieces
 from varreg.optim.summary import LambdaSummary, summarize
-from varreg.regularizer import DEFAULTS, average, calibrated, check, record, regularizer, scale_free
+from varreg.regularizer import DEFAULTS, calibrated, check, lambdas, ratio, regularizer
 
 _HISTORY = ("vr_history", "vr_count")
 _CALIBRATION = ("vr_lambda_total", "vr_lambda_steps")
 # Our keys in the state begin with vr_, so that they never meet the base's.
-
-
-@dataclass
-class Work:
-    """A parameter whose step is regularized."""
-
-    p: Tensor
-    group: dict[str, Any]
-    moments: Moments
-    x: Tensor
-    """Where it was."""
-    g: Tensor
-    """Its gradient as the base sees it, but for sign and weight decay."""
-    kappa2: Tensor | float
-    """κ²: the variance of that gradient is κ²v²."""
 
 
 class Regularized(Optimizer):
@@ -159,7 +145,8 @@ class Regularized(Optimizer):
 
     def _gather(self) -> list[Work]:
         """The parameters that have what λ needs, as they are before the step."""
-        work, missing = [], []
+        found: list[tuple[Tensor, dict[str, Any], Moments]] = []
+        missing = []
         for group in self.param_groups:
             for p in group["params"] if group["s"] else ():
                 if p.grad is None or p.numel() == 0:
@@ -168,104 +155,96 @@ class Regularized(Optimizer):
                 if m is None or m.groups < 2 <= m.count:
                     missing.append(p)
                 elif m.count >= 2:
+                    found.append((p, group, m))
                     if m.total.shape != p.shape:
                         raise ValueError(
                             f"varreg: parameter '{names(self)[p]}' has shape {tuple(p.shape)}, but moments of shape "
                             f"{tuple(m.total.shape)}: was it replaced after backward()? Clear its gradient, and call backward() again."
                         )
-                    seen = as_seen(m, p.grad)
-                    if seen is not None:
-                        work.append(Work(p, group, m, p.detach().clone(), *seen))
-        warn_missing(self, missing, self._warned)
-        return work
+        if missing:
+            warn_missing(self, missing, self._warned)
+        seen = [(p, group, m, as_seen(m, p.grad)) for p, group, m in found if p.grad is not None]
+        return [Work(p, group, self.state[p], m, *s, p.detach().clone()) for p, group, m, s in seen if s is not None]
 
-    def _regularize(self, work: list[Work]) -> None:
+    def _regularize(self, works: list[Work]) -> None:
         self._lambdas = {}
-        for w in work:
+        for w in works:
+            self._prepare(w)
+        for part in parts(w for w in works if w.group["per"] == "element"):
+            part.put_back(self._lambdas_of(part, *self._increment_of(part)))
+        for w in works:
             if w.group["per"] == "element":
-                each = [regularizer(*self._ratio(w, *increment), w.group) for increment in self._increments(w)]
-                self._apply(w, each[0] if len(each) == 1 else torch.cat(each).view_as(w.p))
+                self._apply(w, w.lam)
             elif w.group["per"] == "tensor":
-                self._apply(w, regularizer(*self._ratio(w, *self._spread(w), self.state[w.p]), w.group))
-        self._regularize_model([w for w in work if w.group["per"] == "model"])
+                self._apply(w, self._lambdas_of(w, *self._spread(w)))
+        self._regularize_model([w for w in works if w.group["per"] == "model"])
 
-    def _regularize_model(self, work: list[Work]) -> None:
+    def _regularize_model(self, works: list[Work]) -> None:
         """One ρ and one history for all. Each state has a copy of the history, since a state dict knows nothing but parameters."""
-        if not work:
+        if not works:
             return
-        deltas, variances = zip(*(self._spread(w) for w in work), strict=True)
-        lead = self.state[work[0].p]
+        lead = works[0]
+        deltas, variances = zip(*(self._spread(w) for w in works), strict=True)
         delta = torch.stack([d.square().to(deltas[0]) for d in deltas]).sum().sqrt()
         variance = torch.stack([v.to(variances[0]) for v in variances]).sum()
-        rho, rho_bar = self._ratio(work[0], delta, variance, lead)
+        rho, rho_bar = ratio(variance, delta, lead["vr_history"], lead["vr_count"], lead.moments.count, lead.group)
         for group in self.param_groups:
             for p in group["params"] if group["per"] == "model" else ():
                 for key in _HISTORY:
                     if key in self.state.get(p, {}):
-                        self.state[p][key].copy_(lead[key])
-        for w in work:
+                        self.state[p][key].copy_(lead.state[key])
+        for w in works:
             self._apply(w, regularizer(rho, rho_bar, w.group).to(w.p.device))
 
     def _spread(self, w: Work) -> tuple[Tensor, Tensor]:
         """√Σδ̄² and Σσ² over all elements."""
-        sums = torch.stack([torch.stack([d.square().sum(), v.sum()]) for d, v, _ in self._increments(w)]).sum(0)
+        sums = torch.stack([torch.stack([d.square().sum(), v.sum()]) for d, v in map(self._increment_of, pieces(w))]).sum(0)
         return sums[0].sqrt(), sums[1]
 
-    def _increments(self, w: Work) -> Iterator[tuple[Tensor, Tensor, Part]]:
-        """δ̄ and its variance, part by part; the sums that the variance needs are brought up to date."""
-        group, first = w.group, self._prepare(w)
+    def _increment_of(self, part: Part) -> tuple[Tensor, Tensor]:
+        """δ̄ and its variance; the sums that the variance needs are brought up to date."""
+        group, m = part.group, part.moments
+        total = part["total"]
+        part.s2 = Moments(m.count, m.groups, total, part["square"]).variance_into(scratch("variance", total.shape, total))
+        if isinstance(part.kappa2, Tensor) or part.kappa2 != 1:
+            part.s2.mul_(part["kappa2"] if isinstance(part.kappa2, Tensor) else part.kappa2)
+        part.g = -part["grad"] if group.get("maximize") else part["grad"]
         decay = 0.0 if group.get("decoupled_weight_decay") else float(group.get("weight_decay", 0))
-        tensors = {k: v for k, v in self.state[w.p].items() if isinstance(v, Tensor)}
-        tensors |= {"x": w.x, "g": w.g, "total": w.moments.total, "square": w.moments.square}
-        if isinstance(w.kappa2, Tensor):
-            tensors["kappa2"] = w.kappa2
-        for part in parts(tensors, w.p.shape):
-            s2 = Moments(w.moments.count, w.moments.groups, part["total"], part["square"]).variance
-            part["s2"] = s2.mul_(part["kappa2"]) if "kappa2" in part else s2 if w.kappa2 == 1 else s2.mul_(w.kappa2)
-            if group.get("maximize"):
-                part["g"] = -part["g"]
-            if decay:
-                part["g"] = part["g"].add(part["x"], alpha=decay)
-            yield *self._increment(part, group, first), part
+        if decay:
+            part.g = part.g.add(part["x"], alpha=decay)
+        return self._increment(part)
 
-    def _prepare(self, w: Work) -> bool:
-        """Make the state that is missing; True if the sums of the increment's variance are new."""
-        state, group = self.state[w.p], w.group
+    def _prepare(self, w: Work) -> None:
+        """Make the state that is missing."""
+        state, group = w.state, w.group
         sums = self._accumulators(group)
-        first = any(key not in state for key in sums)
-        whole = group["per"] == "element"
-        shapes = dict.fromkeys(sums, True) | dict.fromkeys(_HISTORY, whole)
+        w.first = any(key not in state for key in sums)
+        full = dict.fromkeys(sums, True) | dict.fromkeys(_HISTORY, group["per"] == "element")
         if group["calibrate"]:
-            shapes |= dict.fromkeys(_CALIBRATION, False)
-        for key, full in shapes.items():
+            full |= dict.fromkeys(_CALIBRATION, False)
+        for key, whole in full.items():
             if key not in state:
-                zeros = torch.zeros_like(w.p, dtype=stat_dtype(w.p.dtype)) if full else w.moments.total.new_zeros(())
+                zeros = torch.zeros_like(w.p, dtype=stat_dtype(w.p.dtype)) if whole else w.moments.total.new_zeros(())
                 state[key] = zeros if group["per"] != "model" or key not in _HISTORY else self._model_history(key, zeros)
-            elif (state[key].shape == w.p.shape) != full and w.p.dim():
+            elif state[key].shape != (w.p.shape if whole else ()):
                 raise ValueError(
                     f"varreg: per={group['per']!r} does not fit the history, which was begun with another; keep to one."
                 )
-        return first
 
     def _model_history(self, key: str, zeros: Tensor) -> Tensor:
         """For a parameter that joins late: what the others have."""
         others = (self.state[p] for g in self.param_groups if g["per"] == "model" for p in g["params"] if p in self.state)
         return next((zeros.copy_(state[key]) for state in others if key in state), zeros)
 
-    def _ratio(self, w: Work, delta: Tensor, variance: Tensor, stats: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """ρ, which is entered into the history, and ρ̄."""
-        group, history = w.group, (stats["vr_history"], stats["vr_count"])
-        limit = None if group["cap"] is None else group["cap"] * w.moments.count
-        rho = scale_free(variance, delta, limit) if group["scale_free"] else variance
-        kind, beta = group["history"], group["history_beta"]
-        record(*history, rho, kind, beta)
-        return rho, average(*history, kind, beta)
+    @staticmethod
+    def _lambdas_of(w: Work | Part, delta: Tensor, variance: Tensor) -> Tensor:
+        return lambdas(variance, delta, w["vr_history"], w["vr_count"], w.moments.count, w.group)
 
     def _apply(self, w: Work, lam: Tensor) -> None:
         """x + λ·(x' − x). Decoupled weight decay is not part of the increment: it moves x before."""
-        p, group, state = w.p, w.group, self.state[w.p]
+        p, group = w.p, w.group
         if group["calibrate"]:
-            lam = calibrated(lam, *(state[key] for key in _CALIBRATION))
+            lam = calibrated(lam, *(w.state[key] for key in _CALIBRATION))
             if group["lambda_min"] is not None or group["lambda_max"] is not None:
                 lam = lam.clamp_(min=group["lambda_min"], max=group["lambda_max"])
         if group.get("decoupled_weight_decay"):
@@ -282,11 +261,11 @@ class Regularized(Optimizer):
         """Names of the sums that `_increment` keeps in the state, each of the parameter's shape."""
         return ()
 
-    def _increment(self, part: Part, group: dict[str, Any], first: bool) -> tuple[Tensor, Tensor]:
+    def _increment(self, part: Part) -> tuple[Tensor, Tensor]:
         """δ̄ and its variance, after the base's step, for a part of a parameter.
 
-        `part` has the state, `x` before the step, `g` with its sign and coupled weight decay, and `s2`, its σ². The accumulators in
-        it are brought up to date; `first` says that they are new, and 0.
+        `part` has the state by name, `part.g` the gradient with its sign and coupled weight decay, `part.s2` its σ². The accumulators
+        are brought up to date, in place; `part.first` says that they are new, and 0.
         """
         raise NotImplementedError
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from varreg.optim import increments
-from varreg.optim.gradient import Part
+from varreg.optim.parts import Part
 from varreg.optim.regularized import Regularized
 
 if TYPE_CHECKING:
@@ -76,12 +76,13 @@ class VRSGD(Regularized, torch.optim.SGD):
     def _accumulators(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("vr_variance",) if group["momentum"] else ()
 
-    def _increment(self, part: Part, group: dict[str, Any], first: bool) -> tuple[Tensor, Tensor]:
+    def _increment(self, part: Part) -> tuple[Tensor, Tensor]:
+        group = part.group
         mu, dampening = group["momentum"], group["dampening"]
         if not mu:
-            return part["g"], part["s2"]
-        b, V = part["momentum_buffer"].to(part["s2"].dtype), part["vr_variance"]
-        increments.momentum(V, part["s2"], mu, dampening, first)
+            return part.g, part.s2
+        b, V = part["momentum_buffer"].to(part.s2.dtype), part["vr_variance"]
+        increments.momentum(V, part.s2, mu, dampening, part.first)
         if not group["nesterov"]:
             return b, V
-        return torch.add(part["g"], b, alpha=mu), increments.nesterov(V, part["s2"], mu, dampening, first)
+        return torch.add(part.g, b, alpha=mu), increments.nesterov(V, part.s2, mu, dampening, part.first)

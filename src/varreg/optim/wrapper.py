@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from varreg.optim.gradient import Part
+from varreg.optim.parts import Part
 from varreg.optim.regularized import Regularized
 
 if TYPE_CHECKING:
@@ -81,5 +81,5 @@ class VarianceRegularized(Regularized):
     def _base_step(self) -> None:
         self.base.step()
 
-    def _increment(self, part: Part, group: dict[str, Any], first: bool) -> tuple[Tensor, Tensor]:
-        return part["total"], part["s2"]
+    def _increment(self, part: Part) -> tuple[Tensor, Tensor]:
+        return part["total"], part.s2

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from varreg.engine.contribution import Contribution, Lazy, scratch
+from varreg.engine.contribution import Contribution, Lazy
 from varreg.engine.rules.rule import Call, Contributions, batch_first, channel_sums, images, rule
+from varreg.memory import scratch
 
 
 def _tuple(value: Any, n: int) -> tuple[int, ...]:
