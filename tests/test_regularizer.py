@@ -94,12 +94,29 @@ def test_cap_is_the_sampling_noise_of_zero():
     assert rho[2].isnan()  # 0/0 stays undefined
 
 
-def test_calibration_keeps_the_mean_at_one():
-    total, steps = torch.zeros(()), torch.zeros(())
-    given = torch.rand(400, 30) * 3
-    means = torch.stack([vr.calibrated(lam, total, steps).mean() for lam in given])
-    assert means.mean() == pytest.approx(1, abs=0.02)
-    assert given.mean() == pytest.approx(1.5, abs=0.05)
+DRIFTS = {
+    "grows": lambda t: 2.9 - 1.9 / t**0.5,
+    "falls": lambda t: 3 - 2 * min(t, 300) / 300,
+    "swings": lambda t: 1.5 + math.sin(t / 7),
+    "jumps": lambda t: 3.0 if t % 50 < 25 else 0.5,
+}
+
+
+@pytest.mark.parametrize("drift", DRIFTS.values(), ids=DRIFTS)
+def test_calibration_keeps_the_mean_at_one(drift):
+    sums = [torch.zeros(()) for _ in range(3)]
+    given = [drift(t) * 2 * torch.rand(50) for t in range(1, 401)]
+    used = torch.stack([vr.calibrated(lam, *sums) for lam in given])
+    assert used.mean() == pytest.approx(1, abs=0.03)
+    assert used[:50].mean() == pytest.approx(1, abs=0.15)
+    assert abs(torch.stack(given).mean() - 1) > 0.1  # it had something to do
+
+
+def test_calibration_keeps_bounds():
+    sums = [torch.zeros(()) for _ in range(3)]
+    used = torch.stack([vr.calibrated(3 * torch.rand(50), *sums, 0.5, 1.2) for _ in range(100)])
+    assert used.min() >= 0.5
+    assert used.max() <= 1.2
 
 
 BAD = [

@@ -176,7 +176,10 @@ class Reference:
         lam = form(rho / average(rhos, o["history"], o["history_beta"]), o["form"], o["s"])
         lam = lam.clamp(o.get("lambda_min", 0.0), o.get("lambda_max", math.inf)).nan_to_num(nan=1.0)
         if o.get("calibrate"):
-            sums = self.sums.setdefault(n, [])
-            sums.append(lam.mean())
-            lam = lam * len(sums) / sum(sums)
+            means, spent = self.sums.setdefault(n, ([], []))
+            means.append(lam.mean())
+            t = len(means)
+            weights = [0.9 ** (t - 1 - k) for k in range(t)]
+            lam = lam / (total(weights, means) / sum(weights)) * t / (sum(spent) + 1)
+            spent.append(lam.mean())
         return lam

@@ -57,7 +57,7 @@ class Options(TypedDict, total=False):
     cap: float | None
     """ρ counts for at most `cap`·m. At ρ = m a mean over m samples is as small as its own standard error: more says only "not told from 0"."""
     calibrate: bool
-    """Divide λ by its running mean over elements and steps, so that it is 1 on average: the paper's own constraint Σλ = T (section 3)."""
+    """Scale λ so that its mean over elements and steps stays at 1: the paper's own constraint Σλ = T (section 3)."""
 
 
 DEFAULTS: Options = {
@@ -262,14 +262,25 @@ def bounds(options: Mapping[str, Any]) -> tuple[float | None, float | None]:
     return low, high
 
 
-def calibrated(lam: Tensor, total: Tensor, steps: Tensor) -> Tensor:
-    """λ over its mean over all elements and steps up to now, whose two sums are kept: then (1/T) Σλ tends to 1 (section 3).
+def calibrated(
+    lam: Tensor, recent: Tensor, total: Tensor, steps: Tensor, low: float | None = None, high: float | None = None
+) -> Tensor:
+    """λ so scaled that its mean over elements and steps stays at 1: Σλ = T (section 3), as far as the past can say.
+
+    λ is divided by its recent mean (an EMA over about ten steps), and multiplied by t/(Σλ + 1) for what was spent too much or too little
+    before. The three sums are brought up to date; the bounds hold for the result.
 
     >>> import torch
-    >>> total, steps = torch.zeros(()), torch.zeros(())
-    >>> [calibrated(torch.tensor(x), total, steps).item() for x in (3.0, 1.0, 2.0)]
-    [1.0, 0.5, 1.0]
+    >>> sums = [torch.zeros(()) for _ in range(3)]
+    >>> spent = [calibrated(torch.tensor(x), *sums).item() for x in (3.0, 1.0, 2.0, 3.0, 3.0, 1.0)]
+    >>> round(sum(spent) / 6, 2)
+    0.96
     """
-    total.add_(lam.mean())
+    recent.lerp_(lam.mean().nan_to_num(nan=1.0), 0.1)
     steps.add_(1)
-    return lam * (steps / total).nan_to_num_(nan=1.0, posinf=1.0)
+    mean = recent / (1 - 0.9**steps)
+    lam = lam * (steps / (total + 1) / mean).nan_to_num_(nan=1.0, posinf=1.0)
+    if low is not None or high is not None:
+        lam = lam.clamp_(min=low, max=high)
+    total.add_(lam.mean())
+    return lam

@@ -25,7 +25,7 @@ from varreg.optim.summary import LambdaSummary, summarize
 from varreg.regularizer import DEFAULTS, calibrated, check, lambdas, ratio, regularizer
 
 _HISTORY = ("vr_history", "vr_count")
-_CALIBRATION = ("vr_lambda_total", "vr_lambda_steps")
+_CALIBRATION = ("vr_lambda_recent", "vr_lambda_total", "vr_lambda_steps")
 # Our keys in the state begin with vr_, so that they never meet the base's.
 
 
@@ -244,9 +244,8 @@ class Regularized(Optimizer):
         """x + λ·(x' − x). Decoupled weight decay is not part of the increment: it moves x before."""
         p, group = w.p, w.group
         if group["calibrate"]:
-            lam = calibrated(lam, *(w.state[key] for key in _CALIBRATION))
-            if group["lambda_min"] is not None or group["lambda_max"] is not None:
-                lam = lam.clamp_(min=group["lambda_min"], max=group["lambda_max"])
+            recent, total, steps = (w.state[key] for key in _CALIBRATION)
+            lam = calibrated(lam, recent, total, steps, group["lambda_min"], group["lambda_max"])
         if group.get("decoupled_weight_decay"):
             w.x.mul_(1 - float(group["lr"]) * float(group["weight_decay"]))
         if p.dtype == lam.dtype:
