@@ -209,6 +209,21 @@ def test_one_group_has_no_variance_and_says_so():
         optimizer.step()
 
 
+def test_a_gradient_that_was_not_measured():
+    """Written into p.grad by hand, after the measured one was cleared: its variance is not known."""
+    model, optimizer, _ = pair("SGD")
+    model(torch.randn(BATCH, 4)).square().mean().backward()
+    optimizer.step()
+    before, measured = statistics(optimizer), [p.grad for p in model.parameters()]
+    optimizer.zero_grad()
+    for p, S in zip(model.parameters(), measured, strict=True):
+        g = torch.randn_like(p)
+        p.grad = g - (g * S).sum() / S.square().sum() * S
+    with pytest.warns(UserWarning, match="let the gradient be the one that was measured"):
+        optimizer.step()
+    assert same(before, statistics(optimizer))
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_a_batch_of_one_is_a_plain_step(name):
     model, optimizer, _ = pair(name)

@@ -426,8 +426,12 @@ def test_groups_have_options_of_their_own():
     assert optimizer.lambda_of(model[0].weight) is None
     assert optimizer.lambda_of(model[2].weight).shape == ()
     optimizer.param_groups[1]["per"] = "element"
-    with pytest.raises(ValueError, match="per='element' does not fit the history"):
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(
+        ValueError, match=r"the history of parameter '2.weight' has shape \(\); with per='element' it must have \(3, 5\)"
+    ):
         train(model, optimizer, 1)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())  # nothing was changed
 
 
 def test_add_param_group_later():

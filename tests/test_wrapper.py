@@ -19,6 +19,9 @@ BASES = {
     "Rprop": lambda p, **o: torch.optim.Rprop(p, **{"lr": 0.01, **o}),
     "ASGD": lambda p, **o: torch.optim.ASGD(p, **{"lr": 0.01, **o}),
     "RAdam": lambda p, **o: torch.optim.RAdam(p, **{"lr": 0.01, **o}),
+    "RAdam, decoupled": lambda p, **o: torch.optim.RAdam(
+        p, **{"lr": 0.01, "weight_decay": 0.3, "decoupled_weight_decay": True, **o}
+    ),
     "Adamax": lambda p, **o: torch.optim.Adamax(p, **{"lr": 0.01, **o}),
     "Muon": lambda p, **o: torch.optim.Muon(p, **{"lr": 0.01, **o}),
     "Adafactor": lambda p, **o: torch.optim.Adafactor(p, **{"lr": 0.01, **o}),

@@ -10,11 +10,15 @@ from torch import Tensor
 from varreg.engine import Moments
 
 
-def as_seen(m: Moments, grad: Tensor) -> tuple[Tensor, Tensor | float] | None:
+UNRELATED = "unrelated"  # to what was measured
+
+
+def as_seen(m: Moments, grad: Tensor) -> tuple[Tensor, Tensor | float] | str | None:
     """The gradient as the optimizer sees it, in the precision of the moments, and κ²: there, its variance is κ²v².
 
     Clipping and unscaling change the gradient from S to κS, one κ for the tensor, and so its variance to κ²v². Clipping by value has
-    a κ for each element. Both leave ρ = v²/ḡ² what it was before. None where a number is not finite.
+    a κ for each element. Both leave ρ = v²/ḡ² what it was before. None where a number is not finite; UNRELATED where the gradient was
+    replaced by one whose angle to S is beyond 70°, so that the moments are not its.
     """
     S, g = m.total.reshape(-1), grad.to(m.total.dtype).reshape(-1)
     SS, gS = float(torch.dot(S, S)), float(torch.dot(g, S))
@@ -22,8 +26,11 @@ def as_seen(m: Moments, grad: Tensor) -> tuple[Tensor, Tensor | float] | None:
         return None
     if gS == SS:  # nothing has touched it
         return m.total, 1.0
-    kappa, g = gS / SS, g.clone()
+    kappa, gg = gS / SS if SS else 0.0, float(torch.dot(g, g))
+    if abs(kappa * gS) < 0.1 * gg:
+        return UNRELATED
+    g = g.clone()
     rounding = 10 * torch.finfo(S.dtype).eps + torch.finfo(grad.dtype).eps ** 2
-    if kappa * gS >= (1 - rounding) * float(torch.dot(g, g)):  # g and S are parallel
+    if kappa * gS >= (1 - rounding) * gg:  # g and S are parallel
         return g.view_as(grad), kappa**2
     return g.view_as(grad), (g / S).square_().nan_to_num_(nan=kappa**2, posinf=kappa**2).view_as(grad)

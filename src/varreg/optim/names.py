@@ -30,7 +30,7 @@ def warn_missing(optimizer: Optimizer, parameters: list[Tensor], warned: set[int
     name = names(optimizer)
     warnings.warn(
         f"varreg: {type(optimizer).__name__} has a gradient but no gradient variance for {', '.join(f'{name[p]!r} {tuple(p.shape)}' for p in new)}: "
-        "the plain step is taken there (λ = 1). Call varreg.observe(model) before the forward pass, with at least two groups; or put "
-        "these parameters into a group of their own with s=0.",
+        "the plain step is taken there (λ = 1). Call varreg.observe(model) before the forward pass, with at least two groups, and let "
+        "the gradient be the one that was measured; or put these parameters into a group of their own with s=0.",
         stacklevel=6,
     )

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from varreg.engine import Moments, moments
 from varreg.engine.contribution import stat_dtype
 from varreg.memory import scratch
-from varreg.optim.gradient import as_seen
+from varreg.optim.gradient import UNRELATED, as_seen
 from varreg.optim.names import names, warn_missing
 from varreg.optim.parts import Part, Work, parts, pieces
 from varreg.optim.summary import LambdaSummary, summarize
@@ -34,6 +34,8 @@ class Regularized(Optimizer):
 
     _extra: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Options that only this optimizer has: the values allowed, the default first."""
+    _scales_decay: ClassVar[bool] = False
+    """Is decoupled weight decay a part of the change that λ scales?"""
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -145,26 +147,39 @@ class Regularized(Optimizer):
 
     def _gather(self) -> list[Work]:
         """The parameters that have what λ needs, as they are before the step."""
-        found: list[tuple[Tensor, dict[str, Any], Moments]] = []
-        missing = []
+        works, missing = [], []
         for group in self.param_groups:
             for p in group["params"] if group["s"] else ():
                 if p.grad is None or p.numel() == 0:
                     continue
                 m = moments(p)
-                if m is None or m.groups < 2 <= m.count:
+                if m is not None and m.count < 2:
+                    continue
+                if m is not None:
+                    self._check_shapes(p, m, group)
+                seen = as_seen(m, p.grad) if m is not None and m.groups >= 2 else UNRELATED
+                if isinstance(seen, tuple):
+                    works.append((p, group, m, seen))
+                elif seen is not None:
                     missing.append(p)
-                elif m.count >= 2:
-                    found.append((p, group, m))
-                    if m.total.shape != p.shape:
-                        raise ValueError(
-                            f"varreg: parameter '{names(self)[p]}' has shape {tuple(p.shape)}, but moments of shape "
-                            f"{tuple(m.total.shape)}: was it replaced after backward()? Clear its gradient, and call backward() again."
-                        )
         if missing:
             warn_missing(self, missing, self._warned)
-        seen = [(p, group, m, as_seen(m, p.grad)) for p, group, m in found if p.grad is not None]
-        return [Work(p, group, self.state[p], m, *s, p.detach().clone()) for p, group, m, s in seen if s is not None]
+        return [Work(p, group, self.state[p], m, *seen, p.detach().clone()) for p, group, m, seen in works if m is not None]
+
+    def _check_shapes(self, p: Tensor, m: Moments, group: dict[str, Any]) -> None:
+        """Before anything is changed."""
+        if m.total.shape != p.shape:
+            raise ValueError(
+                f"varreg: parameter '{names(self)[p]}' has shape {tuple(p.shape)}, but moments of shape "
+                f"{tuple(m.total.shape)}: was it replaced after backward()? Clear its gradient, and call backward() again."
+            )
+        history = self.state[p].get("vr_history") if p in self.state else None
+        expected = p.shape if group["per"] == "element" else torch.Size()
+        if history is not None and history.shape != expected:
+            raise ValueError(
+                f"varreg: the history of parameter '{names(self)[p]}' has shape {tuple(history.shape)}; with per={group['per']!r} it must "
+                f"have {tuple(expected)}. It was begun with another `per`, or for another model; keep to one, or start a new optimizer."
+            )
 
     def _regularize(self, works: list[Work]) -> None:
         self._lambdas = {}
@@ -226,10 +241,6 @@ class Regularized(Optimizer):
             if key not in state:
                 zeros = torch.zeros_like(w.p, dtype=stat_dtype(w.p.dtype)) if whole else w.moments.total.new_zeros(())
                 state[key] = zeros if group["per"] != "model" or key not in _HISTORY else self._model_history(key, zeros)
-            elif state[key].shape != (w.p.shape if whole else ()):
-                raise ValueError(
-                    f"varreg: per={group['per']!r} does not fit the history, which was begun with another; keep to one."
-                )
 
     def _model_history(self, key: str, zeros: Tensor) -> Tensor:
         """For a parameter that joins late: what the others have."""
@@ -241,12 +252,12 @@ class Regularized(Optimizer):
         return lambdas(variance, delta, w["vr_history"], w["vr_count"], w.moments.count, w.group)
 
     def _apply(self, w: Work, lam: Tensor) -> None:
-        """x + λ·(x' − x). Decoupled weight decay is not part of the increment: it moves x before."""
+        """x + λ·(x' − x). Decoupled weight decay is not part of an increment: it moves x before."""
         p, group = w.p, w.group
         if group["calibrate"]:
             recent, total, steps = (w.state[key] for key in _CALIBRATION)
             lam = calibrated(lam, recent, total, steps, group["lambda_min"], group["lambda_max"])
-        if group.get("decoupled_weight_decay"):
+        if group.get("decoupled_weight_decay") and not self._scales_decay:
             w.x.mul_(1 - float(group["lr"]) * float(group["weight_decay"]))
         if p.dtype == lam.dtype:
             torch.lerp(w.x, p, lam, out=p)

@@ -36,6 +36,8 @@ class VarianceRegularized(Regularized):
     [1.0]
     """
 
+    _scales_decay = True
+
     def __init__(self, base: Optimizer, **regularizer: Unpack[Options]):
         if not isinstance(base, Optimizer):
             raise ValueError(f"varreg: VarianceRegularized expects a torch.optim.Optimizer, got {type(base).__name__}.")
