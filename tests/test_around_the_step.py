@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -183,7 +185,10 @@ def test_unobserved_parameters_take_the_plain_step_with_one_warning(name):
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
     assert len(caught) == 1
     message = str(caught[0].message)
-    assert f"{rule.regularized.__name__} has a gradient but no gradient variance for" in message
+    assert (
+        f"{rule.regularized.__name__} takes the plain step (λ = 1) for parameters that have a gradient but no gradient variance"
+        in message
+    )
     assert all(f"param_groups[0]['params'][{i}]" in message for i in range(4))
     assert caught[0].filename == __file__
     assert not statistics(ours)
@@ -194,7 +199,7 @@ def test_partly_observed():
     varreg.observe(model[0])
     optimizer = varreg.VRSGD(model.named_parameters(), lr=0.1)
     model(torch.randn(BATCH, 4)).square().mean().backward()
-    with pytest.warns(UserWarning, match=r"no gradient variance for '2.weight' \(3, 5\), '2.bias' \(3,\)"):
+    with pytest.warns(UserWarning, match=r"They are: 2.weight \(3, 5\), 2.bias \(3,\)"):
         optimizer.step()
     assert optimizer.lambda_of(model[0].weight) is not None
     assert optimizer.lambda_of(model[2].weight) is None
@@ -205,7 +210,7 @@ def test_one_group_has_no_variance_and_says_so():
     varreg.observe(model, groups=1)
     optimizer = varreg.VRSGD(model.parameters(), lr=0.1)
     model(torch.randn(BATCH, 4)).square().mean().backward()
-    with pytest.warns(UserWarning, match="with at least two groups"):
+    with pytest.warns(UserWarning, match="not with groups=1"):
         optimizer.step()
 
 
@@ -241,6 +246,37 @@ def test_a_batch_of_one_is_a_plain_step(name):
                     p.grad = q.grad.clone()
                 x[1].step()  # a copy, not observed: the plain step
             assert all(torch.equal(p, q) for p, q in zip(x[0].parameters(), model.parameters(), strict=True))
+
+
+def test_batches_of_one_from_the_start():
+    model, optimizer, _ = pair("SGD")
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(1, 4)).square().mean().backward()
+        if step:
+            optimizer.step()
+        else:
+            with pytest.warns(UserWarning, match="there is no variance in one"):
+                optimizer.step()
+
+
+SEVERAL = """
+import torch, varreg
+from torch.testing._internal.distributed.fake_pg import FakeStore
+torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+model = torch.nn.Linear(3, 2)
+varreg.observe(model)
+for s in (0, 2.0):
+    optimizer = varreg.VRSGD(model.parameters(), lr=0.1, s=s)
+    model(torch.randn(5, 3)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_several_processes_are_refused_rather_than_let_drift():
+    done = subprocess.run([sys.executable, "-c", SEVERAL], capture_output=True, text=True, check=False)
+    assert "RuntimeError: varreg: regularized steps over several processes are not supported yet" in done.stderr
+    assert "optimizer = varreg.VRSGD" not in done.stderr
 
 
 class Linear(nn.Module):

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from varreg.engine import Moments
 
-
 UNRELATED = "unrelated"  # to what was measured
 
 

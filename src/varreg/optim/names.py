@@ -1,9 +1,13 @@
-"""What to call a parameter, and the one warning about parameters that nothing was observed of."""
+"""What to call a parameter; and what users are told when λ cannot be had, or an option is not understood."""
 
 from __future__ import annotations
 
+import difflib
 import warnings
+from collections.abc import Mapping
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -29,8 +33,39 @@ def warn_missing(optimizer: Optimizer, parameters: list[Tensor], warned: set[int
     warned.update(map(id, new))
     name = names(optimizer)
     warnings.warn(
-        f"varreg: {type(optimizer).__name__} has a gradient but no gradient variance for {', '.join(f'{name[p]!r} {tuple(p.shape)}' for p in new)}: "
-        "the plain step is taken there (λ = 1). Call varreg.observe(model) before the forward pass, with at least two groups, and let "
-        "the gradient be the one that was measured; or put these parameters into a group of their own with s=0.",
+        f"varreg: {type(optimizer).__name__} takes the plain step (λ = 1) for parameters that have a gradient but no gradient variance. Call "
+        "varreg.observe(model) before the forward pass, not with groups=1, and let the gradient be the one that was measured; or put them "
+        f"into a param group with s=0. They are: {', '.join(f'{name[p]} {tuple(p.shape)}' for p in new)}.",
         stacklevel=6,
     )
+
+
+def warn_lone(optimizer: Optimizer, warned: set[int]) -> None:
+    """A batch of one has no variance. That is nothing to speak of at the end of an epoch, but at the beginning it is."""
+    if 0 not in warned and not any("vr_history" in state for state in optimizer.state.values()):
+        warned.add(0)
+        warnings.warn(
+            f"varreg: {type(optimizer).__name__} takes plain steps (λ = 1) as long as batches have one sample: there is no variance in one. "
+            "Use larger batches, or accumulate several before step().",
+            stacklevel=6,
+        )
+
+
+def warn_typos(group: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """torch takes any key in a param group. One that is nearly an option is probably meant to be it."""
+    for key in group:
+        if key not in known and key not in ("params", "param_names", "initial_lr", "initial_s"):
+            for like in difflib.get_close_matches(key, known, 1, cutoff=0.8):
+                warnings.warn(
+                    f"varreg: param group has a key {key!r}, which is not an option; did you mean {like!r}?", stacklevel=4
+                )
+
+
+def check_alone() -> None:
+    """Moments are those of one process, until they are reduced over all of them."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise RuntimeError(
+            "varreg: regularized steps over several processes are not supported yet: each process has measured its own samples only, and "
+            "their parameters would drift apart. Use one process, or s=0."
+        )

@@ -19,13 +19,14 @@ from varreg.engine import Moments, moments
 from varreg.engine.contribution import stat_dtype
 from varreg.memory import scratch
 from varreg.optim.gradient import UNRELATED, as_seen
-from varreg.optim.names import names, warn_missing
+from varreg.optim.names import check_alone, names, warn_lone, warn_missing, warn_typos
 from varreg.optim.parts import Part, Work, parts, pieces
 from varreg.optim.summary import LambdaSummary, summarize
 from varreg.regularizer import DEFAULTS, calibrated, check, lambdas, ratio, regularizer
 
 _HISTORY = ("vr_history", "vr_count")
 _CALIBRATION = ("vr_lambda_recent", "vr_lambda_total", "vr_lambda_steps")
+_FIXED = ("history", "scale_free", "per")
 # Our keys in the state begin with vr_, so that they never meet the base's.
 
 
@@ -73,6 +74,7 @@ class Regularized(Optimizer):
             self.defaults.setdefault(name, value)
         if isinstance(param_group, dict):
             self._check({**self.defaults, **param_group})
+            warn_typos(param_group, self.defaults)
         super().add_param_group(param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -146,14 +148,16 @@ class Regularized(Optimizer):
         step(self)
 
     def _gather(self) -> list[Work]:
-        """The parameters that have what λ needs, as they are before the step."""
-        works, missing = [], []
+        """The parameters that have what λ needs, as they are before the step. Nothing is changed yet, in case of an error."""
+        works, missing, lone = [], [], False
         for group in self.param_groups:
+            self._check(group)
             for p in group["params"] if group["s"] else ():
                 if p.grad is None or p.numel() == 0:
                     continue
                 m = moments(p)
                 if m is not None and m.count < 2:
+                    lone = True
                     continue
                 if m is not None:
                     self._check_shapes(p, m, group)
@@ -164,7 +168,23 @@ class Regularized(Optimizer):
                     missing.append(p)
         if missing:
             warn_missing(self, missing, self._warned)
+        if lone and not works:
+            warn_lone(self, self._warned)
+        if works:
+            check_alone()
+            for group in self.param_groups:
+                self._fix(group)
         return [Work(p, group, self.state[p], m, *seen, p.detach().clone()) for p, group, m, seen in works if m is not None]
+
+    def _fix(self, group: dict[str, Any]) -> None:
+        """From the first regularized step on, what the statistics mean must not change."""
+        now = tuple(str(group[name]) for name in (*_FIXED, *self._extra))
+        before = tuple(group.setdefault("vr_fixed", now))
+        if before != now:
+            raise ValueError(
+                f"varreg: {', '.join((*_FIXED, *self._extra))} were {before} when the history began, and are {now} now: "
+                "what was recorded would mean something else. Keep them, or start a new optimizer."
+            )
 
     def _check_shapes(self, p: Tensor, m: Moments, group: dict[str, Any]) -> None:
         """Before anything is changed."""

@@ -27,13 +27,16 @@ class LambdaRow:
 
 @dataclass(frozen=True)
 class LambdaSummary:
-    """Rows per parameter, and one for the whole model; `print` it."""
+    """Rows per parameter, and one for all of them together, or None where the last step had no λ; `print` it."""
 
     parameters: list[LambdaRow]
     model: LambdaRow | None
 
     def as_dict(self, prefix: str = "lambda") -> dict[str, float]:
-        """Flat numbers for a logger: `lambda/conv1.weight/mean`, …/`effective`, …/`q10`, `q50`, `q90`; `lambda/mean`, … for all."""
+        """Flat numbers for a logger: `lambda/conv1.weight/mean`, …/`effective`, …/`q10`, `q50`, `q90`; `lambda/mean`, … for all.
+
+        Empty where the last step had no λ.
+        """
         rows = [(f"{prefix}/{r.name}", r) for r in self.parameters]
         rows += [(prefix, self.model)] if self.model else []
         names = ("mean", "effective", "q10", "q50", "q90")
@@ -41,7 +44,7 @@ class LambdaSummary:
 
     def __str__(self) -> str:
         if self.model is None:
-            return "varreg: no λ yet; the last step was the base optimizer's."
+            return "varreg: no λ: no step yet, or the last one was plain (s = 0, a batch of one, no moments, or a gradient that is not finite)."
         head = ("parameter", "elements", "mean λ", "effective", "10 %", "50 %", "90 %")
         return table(head, [self._cells(r) for r in (*self.parameters, self.model)])
 
@@ -68,4 +71,4 @@ def summarize(named: list[tuple[str, Tensor, Tensor | None, int]]) -> LambdaSumm
         return LambdaSummary([], None)
     squares = [square for _, _, square in parts if square is not None]
     whole = torch.cat(squares) if len(squares) == len(parts) else None
-    return LambdaSummary(rows, _row("whole model", torch.cat([each for _, each, _ in parts]), whole))
+    return LambdaSummary(rows, _row("all", torch.cat([each for _, each, _ in parts]), whole))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from varreg.optim.names import warn_typos
 from varreg.optim.parts import Part
 from varreg.optim.regularized import Regularized
 
@@ -75,6 +76,7 @@ class VarianceRegularized(Regularized):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if isinstance(param_group, dict):
             self._check({**self._options, **param_group})
+            warn_typos(param_group, self.defaults)
         self.base.add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
