@@ -2,9 +2,9 @@
 
     .venv/bin/python -m benchmarks.optimizers              # about a minute for each workload
 
-A round is one plain training step (zero_grad, forward, backward, SGD step) and, for every optimizer, one observed forward and backward,
-untimed, and its timed `step()`. The figure is the median over rounds of that time over the plain step's, with the 10 % and 90 % quantiles;
-beside it the same for the torch optimizer that it is made of. State is counted, not measured: numbers kept per parameter element.
+A round is one plain training step (zero_grad, forward, backward, SGD step) and, for every optimizer, a training step of its own with the
+model observed, and one with its torch counterpart without. The share is the time of its `step()` over the whole plain step's; the ratio its whole
+training step over its counterpart's: medians over rounds, with the 10 % and 90 % quantiles. State is counted: numbers kept per parameter element.
 """
 
 from __future__ import annotations
@@ -76,45 +76,53 @@ def measure(w: Workload, seconds: float) -> dict[str, Any]:
 
             arms[f"{'VR ' if i == 0 else ''}{name}"] = optimizer, partial(_backward, w, model, optimizer, x, y)
     times: dict[str, list[float]] = {name: [] for name in ("plain", *arms)}
+    whole_times: dict[str, list[float]] = {name: [] for name in arms}
     start = time.perf_counter()
     while time.perf_counter() - start < seconds or len(times["plain"]) < 10:
         before = time.perf_counter()
         whole()
         times["plain"].append(time.perf_counter() - before)
         for name, (optimizer, backward) in arms.items():
+            start_of_step = time.perf_counter()
             backward()
             before = time.perf_counter()
             optimizer.step()
-            times[name].append(time.perf_counter() - before)
-    rows = {}
+            end = time.perf_counter()
+            times[name].append(end - before)
+            whole_times[name].append(end - start_of_step)
+    rows: dict[str, dict[str, Any]] = {}
     for name, (optimizer, _) in arms.items():
-        shares = torch.tensor([a / b for a, b in zip(times[name][2:], times["plain"][2:], strict=True)], dtype=torch.float64)
-        low, middle, high = torch.quantile(shares, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
-        rows[name] = {"share": middle, "low": low, "high": high, "rounds": len(shares), "state": state_per_element(optimizer)}
+        rows[name] = {"state": state_per_element(optimizer), "rounds": len(times["plain"]) - 2}
+        rows[name]["share"] = _quantiles(times[name], times["plain"])
+        rows[name]["ratio"] = _quantiles(whole_times[name], whole_times[name.removeprefix("VR ")])
     return rows
 
 
+def _quantiles(these: list[float], over: list[float]) -> list[float]:
+    """10 %, 50 % and 90 % of the ratios, round by round; the first two rounds warm up."""
+    ratios = torch.tensor([a / b for a, b in zip(these[2:], over[2:], strict=True)], dtype=torch.float64)
+    return [round(q, 4) for q in torch.quantile(ratios, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()]
+
+
 def table(results: dict[str, dict[str, Any]]) -> str:
-    head = [f"{n}: update, % of a plain step" for n in results]
-    lines = [
-        f"| optimizer | {' | '.join(head)} | torch's own update, % | state per element, ours | torch's |",
-        "| --- |" + " --- |" * (len(head) + 3),
-    ]
-    first = next(iter(results.values()))
+    """`step()` in percent of a plain training step, then the whole training step over the counterpart's, for each workload."""
+    lines = [f"| optimizer | {' | '.join(results)} | state: ours | torch's |", "| --- |" + " --- |" * (len(results) + 2)]
     for name in PAIRS:
-        cells = [
-            f"**{100 * r['share']:.1f}** ({100 * r['low']:.1f}–{100 * r['high']:.1f})"
-            for r in (rows[f"VR {name}"] for rows in results.values())
-        ]
-        base = " / ".join(f"{100 * rows[name]['share']:.1f}" for rows in results.values())
-        lines.append(f"| {name} | {' | '.join(cells)} | {base} | {first[f'VR {name}']['state']:g} | {first[name]['state']:g} |")
+        cells = []
+        for rows in results.values():
+            low, middle, high = rows[f"VR {name}"]["ratio"]
+            update, theirs = (100 * rows[key]["share"][1] for key in (f"VR {name}", name))
+            spread = "–".join(f"{100 * q:.1f}" for q in rows[f"VR {name}"]["share"][::2])
+            cells.append(f"**{update:.1f} %** ({spread}), torch's {theirs:.1f} %; **{middle:.2f}** ({low:.2f}–{high:.2f})")
+        first = next(iter(results.values()))
+        lines.append(f"| {name} | {' | '.join(cells)} | {first[f'VR {name}']['state']:g} | {first[name]['state']:g} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", nargs="+", default=["CNN, batch 100", "LeNet"], help="the workloads whose names contain one of these"
+        "--only", nargs="+", default=["CNN, batch 100", "LeNet", "MLP"], help="the workloads whose names contain one of these"
     )
     parser.add_argument("--seconds", type=float, default=60.0, help="time per workload")
     parser.add_argument("--threads", type=int, default=2)

@@ -34,6 +34,11 @@ def lenet() -> nn.Module:
     )
 
 
+def mlp() -> nn.Module:
+    """Three dense layers: much memory for little computation, where anything done per parameter shows."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+
+
 class Residual(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int):
         super().__init__()
@@ -111,6 +116,7 @@ WORKLOADS = {
     for w in (
         Workload("paper's CNN, batch 100", paper_cnn, images(100, 1, 28, 28)),
         Workload("paper's CNN, batch 256", paper_cnn, images(256, 1, 28, 28)),
+        Workload("MLP 784-512-512-10, batch 64", mlp, images(64, 1, 28, 28)),
         Workload("LeNet on CIFAR, batch 100", lenet, images(100, 3, 32, 32)),
         Workload("ResNet-18, width 32, GroupNorm, batch 32", resnet18, images(32, 3, 32, 32)),
         Workload("GPT 4×192, batch 16, 128 tokens", GPT, text(16, 128), token_loss),

@@ -1,4 +1,4 @@
-"""Train a classifier on scikit-learn's embedded digits, and print what the samples' gradients say, layer by layer."""
+"""Train a classifier on scikit-learn's embedded digits with VR-SGD, and print what the samples' gradients say, layer by layer."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def main() -> None:
     torch.manual_seed(options.seed)
     x, y, x_test, y_test = data(options.seed)
     model = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
+    optimizer = varreg.VRSGD(model.parameters(), lr=options.lr, momentum=0.9)
 
     observer = varreg.observe(model, groups=options.groups)
     print("Which rule serves which parameter:\n")
     print(observer, "\n")
 
-    print("epoch   loss  test accuracy  gradient noise scale")
+    print("epoch   loss  test accuracy  gradient noise scale  effective λ")
     for epoch in range(1, options.epochs + 1):
         order, total = torch.randperm(len(x)), 0.0
         batches = order.split(options.batch)[: len(x) // options.batch]
@@ -78,7 +78,9 @@ def main() -> None:
         with torch.no_grad():
             accuracy = (model(x_test).argmax(1) == y_test).double().mean()
         noise = whole.noise_scale if whole else float("nan")
-        print(f"{epoch:5d}  {total / len(batches):5.3f}  {accuracy:13.1%}  {noise:20,.1f}", flush=True)
+        lam = optimizer.lambda_summary().model
+        effective = lam.effective if lam else float("nan")
+        print(f"{epoch:5d}  {total / len(batches):5.3f}  {accuracy:13.1%}  {noise:20,.1f}  {effective:11.2f}", flush=True)
 
     print(f"\nThe last batch of {options.batch}, parameter by parameter:\n")
     print(layer_table(model))
@@ -87,6 +89,13 @@ def main() -> None:
         "  v²  the variance of the single samples' gradients: how much they disagree\n"
         f"  ρ   v²/ḡ²: disagreement in units of the signal. The mean of m = {options.batch} samples has noise v²/m, so where\n"
         "      ρ reaches m the mean cannot be told from zero. The regularizer makes steps shorter where ρ is large."
+    )
+    print("\nWhat the regularizer made of it, in the last step:\n")
+    print(optimizer.lambda_summary())
+    print(
+        "\n  λ          each element's step is λ times that of SGD: below 1 where samples disagree more than they used to\n"
+        "  effective  the mean of λ weighted by squared gradients: by how much the steps were longer, all in all. SGD with\n"
+        "             its learning rate multiplied by it is the control for any gain; examples/plain_loop.py makes it."
     )
     print("\nLayer by layer, and what that suggests for the batch size:\n")
     print(observer.summary())

@@ -6,6 +6,8 @@ import itertools
 import math
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,22 +30,27 @@ def cases(dtype):
 
 
 @needs_compiler
+@pytest.mark.parametrize("absent", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("options", [{}, {"cap": 0.7}, {"lambda_min": 0.4, "lambda_max": 1.1}, {"scale_free": False}, {"s": 0.2}])
 @pytest.mark.parametrize("form", ["rational", "affine"])
 @pytest.mark.parametrize("history", ["sum", "mean", "harmonic"])
-def test_the_kernel_equals_its_twin(history, form, options, dtype):
+def test_the_kernel_equals_its_twin(history, form, options, dtype, absent):
     o = {**vr.DEFAULTS, "form": form, "history": history, **options}
     variance, delta, *past = cases(dtype)
+    present = torch.rand_like(delta).gt(0.3).to(dtype) if absent else None
     ours, theirs = [t.clone() for t in past], [t.clone() for t in past]
     for _ in range(2):
-        fast = native.lambdas(variance, delta, *ours, vr._limit(5, o), o)
-        slow = vr.regularizer(*vr.ratio(variance, delta, *theirs, 5, o), o)
+        fast = native.lambdas(variance, delta, *ours, present, vr._limit(5, o), o)
+        slow = vr.regularizer(*vr.ratio(variance, delta, *theirs, 5, o, present), o)
         tolerance = 1e-5 if dtype == torch.float32 else 1e-13
         torch.testing.assert_close(fast, slow, rtol=tolerance, atol=tolerance)
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=tolerance, atol=0)
         assert fast.isfinite().all()
+    if absent:
+        assert (fast[present == 0] == 1).all() or "lambda_min" in options
+        assert torch.equal(ours[1][present == 0], past[1][present == 0])
 
 
 @needs_compiler
@@ -52,15 +59,15 @@ def test_the_kernel_equals_its_twin(history, form, options, dtype):
     [{"history": "geometric"}, {"history": "ema"}, {"form": "sigmoid"}],
 )
 def test_what_it_leaves_to_pytorch(changed):
-    assert native.lambdas(*(torch.ones(4) for _ in range(4)), None, {**vr.DEFAULTS, **changed}) is None
+    assert native.lambdas(*(torch.ones(4) for _ in range(4)), None, None, {**vr.DEFAULTS, **changed}) is None
 
 
 @needs_compiler
 def test_memory_in_another_order_is_left_to_pytorch():
     tensors = [torch.ones(4, 3) for _ in range(3)]
-    assert native.lambdas(torch.ones(3, 4).T, *tensors, None, vr.DEFAULTS) is None
-    assert native.lambdas(torch.ones(4, 3, dtype=torch.float32), *tensors, None, vr.DEFAULTS) is None
-    assert native.lambdas(*tensors, torch.ones(4, 3, dtype=torch.bfloat16), None, vr.DEFAULTS) is None
+    assert native.lambdas(torch.ones(3, 4).T, *tensors, None, None, vr.DEFAULTS) is None
+    assert native.lambdas(torch.ones(4, 3, dtype=torch.float32), *tensors, None, None, vr.DEFAULTS) is None
+    assert native.lambdas(*tensors, torch.ones(4, 3, dtype=torch.bfloat16), None, None, vr.DEFAULTS) is None
 
 
 SCRIPT = """
@@ -103,5 +110,18 @@ def test_it_is_compiled_once_and_kept(tmp_path, monkeypatch):
         assert done.stdout == "in use\n"
         (built,) = (tmp_path / "varreg").iterdir()
         assert built.suffix == ".so"
+    left = set(Path(tempfile.gettempdir()).glob("varreg-*"))
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")  # not writable: a temporary folder does
+    assert subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True).stdout == "in use\n"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "")
+    homeless = "import os; os.getuid = lambda: 987654\n" + SCRIPT
+    assert subprocess.run([sys.executable, "-c", homeless], capture_output=True, text=True, check=True).stdout == "in use\n"
+    assert set(Path(tempfile.gettempdir()).glob("varreg-*")) == left
+
+
+@needs_compiler
+def test_a_compiler_with_arguments(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", "cc -DNOTHING")
     assert subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True).stdout == "in use\n"

@@ -7,6 +7,7 @@ import inspect
 import io
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -310,6 +311,26 @@ def test_a_checkpoint_of_the_base_loads(name):
     assert (group["lr"], group["s"], group["form"]) == (0.01, 1.5, "sigmoid")
     train(model, ours, 3)
     assert ours.lambda_of(model[0].weight) is not None
+
+
+def test_a_checkpoint_of_the_base_leaves_each_groups_options_alone():
+    model = make()
+    base = torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[2].parameters()}], lr=0.01)
+    ours = varreg.VRSGD(
+        [{"params": model[0].parameters(), "s": 0.0}, {"params": model[2].parameters(), "s": 0.5, "history": "ema"}], lr=0.5
+    )
+    ours.load_state_dict(base.state_dict())
+    assert [(g["lr"], g["s"], g["history"]) for g in ours.param_groups] == [(0.01, 0.0, "mean"), (0.01, 0.5, "ema")]
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        ours.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1).state_dict())
+
+
+def test_numbers_of_numpy_do_not_get_into_a_checkpoint():
+    optimizer = varreg.VRSGD([{"params": make().parameters(), "cap": np.float64(1.5)}], lr=0.1, s=np.float64(2))
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True)["param_groups"][0]["cap"] == 1.5
 
 
 def test_an_older_checkpoint_without_newer_keys_loads():

@@ -54,6 +54,23 @@ def test_state(make, factor):
     assert make(again, last_epoch=resumed.last_epoch).last_epoch == resumed.last_epoch + 1
 
 
+def test_a_group_that_joins_later_has_a_schedule_too():
+    o = optimizer(s=2.0)
+    schedule = varreg.InverseTimeS(o, half=1)
+    schedule.step()
+    o.add_param_group({"params": [nn.Parameter(torch.ones(1))], "s": 4.0})
+    schedule.step()
+    assert schedule.get_last_s() == pytest.approx([2 / 3, 1 / 3, 4 / 3])
+
+
+def test_a_schedule_made_anew_keeps_where_s_began():
+    o = optimizer(s=2.0)
+    varreg.InverseTimeS(o, half=1).step()
+    assert o.param_groups[0]["s"] == 1.0
+    varreg.InverseTimeS(o, half=1)
+    assert o.param_groups[0]["initial_s"] == 2.0
+
+
 def test_s_at_0_is_the_base():
     torch.manual_seed(0)
     model = nn.Linear(3, 2)

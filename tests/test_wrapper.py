@@ -133,6 +133,20 @@ def test_it_is_an_optimizer_that_shares_all_with_its_base():
     assert len(optimizer.lambda_summary().parameters) == 0  # of the last step, which another run may have made
 
 
+def test_the_base_may_load_a_checkpoint_too():
+    model = observed()
+    base = torch.optim.RAdam(model.parameters(), lr=0.1)
+    optimizer = varreg.VarianceRegularized(base, s=1.0)
+    backward(model)
+    optimizer.step()
+    base.load_state_dict(copy.deepcopy(base.state_dict()))
+    assert optimizer.state is base.state
+    assert optimizer.param_groups is base.param_groups
+    backward(model)
+    optimizer.step()
+    assert float(base.state[model[0].weight]["vr_count"].max()) == 2
+
+
 def test_copies():
     model = observed()
     optimizer = varreg.VarianceRegularized(torch.optim.RAdam(model.parameters(), lr=0.1), s=1.0)
@@ -162,6 +176,7 @@ def test_attributes_of_the_base():
         (lambda p: p, "expects a torch.optim.Optimizer, got list"),
         (lambda p: varreg.VRSGD(p, lr=0.1), "VRSGD is regularized already"),
         (lambda p: torch.optim.LBFGS(p), "LBFGS is not a first-order method"),
+        (lambda p: varreg.VarianceRegularized(torch.optim.RAdam(p)).base, "this RAdam is wrapped already"),
     ],
 )
 def test_what_cannot_be_wrapped(make, message):

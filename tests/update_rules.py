@@ -34,7 +34,7 @@ def ratio(a, b, g, s2, p2, eps, direct, center=0.0):
     denominator = total([v**2 for v in b], [x**2 * y for x, y in zip(u, s2, strict=True)])
     size = numerator + delta**2 * denominator
     bracket = size - 2 * delta * covariance
-    return delta, torch.where(bracket > 2**-26 * size, bracket, 0.0) / (p2 + eps) ** 2  # what is left by rounding is 0
+    return delta, torch.where(bracket > 1e-9 * size, bracket, torch.nan) / (p2 + eps) ** 2  # what rounding leaves is not known
 
 
 def adam(g, s2, o):
@@ -75,8 +75,10 @@ def rmsprop(g, s2, o):
             center = total(b, g[:t])
             square = square - center**2
         steps.append(ratio(a, b, g[:t], s2[:t], square.sqrt(), eps, o["direct"], center))
+    if not mu:
+        return steps[-1]
     powers = [mu ** (len(steps) - 1 - k) for k in range(len(steps))]
-    return total(powers, [d for d, _ in steps]), total([w**2 for w in powers], [v for _, v in steps])
+    return total(powers, [d for d, _ in steps]), total([w**2 for w in powers], [v.nan_to_num(nan=0.0) for _, v in steps])
 
 
 def adagrad(g, s2, o):
@@ -154,7 +156,7 @@ class Reference:
             s2s.append(s2)
             made[n] = self.rule(gs, s2s, o)
         for n, (delta, _variance) in made.items():
-            lam = self.regularizer(n, len(each[n]), made)
+            lam = self.regularizer(n, len(each[n]), made, {k: (e != 0).any(0) for k, e in each.items()})
             x = params[n]
             if o.get("decoupled_weight_decay"):
                 x.mul_(1 - o["lr"] * o["weight_decay"])
@@ -162,12 +164,15 @@ class Reference:
             x.sub_(lr * lam * delta)
             self.lambdas[n] = lam
 
-    def regularizer(self, n: str, m: int, made) -> Tensor:
+    def regularizer(self, n: str, m: int, made, present) -> Tensor:
         o, which = self.o, made if self.o["per"] == "model" else [n]
+        made = {
+            k: (d, torch.where(present[k], v, torch.nan)) for k, (d, v) in made.items()
+        }  # no gradient at all: nothing is known
         delta, variance = made[n]
         if o["per"] != "element":
-            variance = sum(made[k][1].sum() for k in which)
-            delta = sum(made[k][0].square().sum() for k in which).sqrt()
+            variance = sum(made[k][1].nansum() for k in which)
+            delta = sum(made[k][0][~made[k][1].isnan()].square().sum() for k in which).sqrt()
         rho = variance / delta**2 if o["scale_free"] else variance
         if o.get("cap"):
             rho = rho.clamp(max=o["cap"] * m)

@@ -98,6 +98,11 @@ def check(options: Mapping[str, Any]) -> None:
         raise ValueError("varreg: cap is a bound on ρ = σ²/δ̄²; with scale_free=False there is no ρ. Drop one of the two.")
 
 
+def plain(value: Any) -> Any:
+    """A number of another library (NumPy's float64 is a float) as Python's own, so that a checkpoint holds nothing else."""
+    return float(value) if isinstance(value, float) else value
+
+
 def _is_number(x: Any) -> bool:
     return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
 
@@ -223,21 +228,41 @@ def average(history: Tensor, count: Tensor, kind: History, beta: float = 0.99, o
 
 
 def ratio(
-    variance: Tensor, delta: Tensor, history: Tensor, count: Tensor, m: int, options: Mapping[str, Any]
+    variance: Tensor,
+    delta: Tensor,
+    history: Tensor,
+    count: Tensor,
+    m: int,
+    options: Mapping[str, Any],
+    present: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """ρ of an increment over m samples, and ρ̄ of its history, into which it is entered. Both may be overwritten by the next call."""
+    """ρ of an increment over m samples, and ρ̄ of its history, into which it is entered. Both may be overwritten by the next call.
+
+    Where `present` is 0, there is no ρ: no sample had a gradient, and what moves is weight decay, or memory.
+    """
     rho = variance
     if options["scale_free"]:
         rho = scale_free(variance, delta, _limit(m, options), scratch("rho", delta.shape, delta))
+    if present is not None:
+        one_or_nan = torch.div(present, present, out=scratch("present", delta.shape, delta))
+        rho = torch.mul(rho, one_or_nan, out=one_or_nan)
     kind, beta = options["history"], options["history_beta"]
     record(history, count, rho, kind, beta)
     return rho, average(history, count, kind, beta, scratch("average", delta.shape, delta))
 
 
-def lambdas(variance: Tensor, delta: Tensor, history: Tensor, count: Tensor, m: int, options: Mapping[str, Any]) -> Tensor:
+def lambdas(
+    variance: Tensor,
+    delta: Tensor,
+    history: Tensor,
+    count: Tensor,
+    m: int,
+    options: Mapping[str, Any],
+    present: Tensor | None = None,
+) -> Tensor:
     """λ of an increment over m samples, from its ρ and its history, into which ρ is entered: all of the above, in one."""
-    lam = native.lambdas(variance, delta, history, count, _limit(m, options), options)
-    return lam if lam is not None else regularizer(*ratio(variance, delta, history, count, m, options), options)
+    lam = native.lambdas(variance, delta, history, count, present, _limit(m, options), options)
+    return lam if lam is not None else regularizer(*ratio(variance, delta, history, count, m, options, present), options)
 
 
 def _limit(m: int, options: Mapping[str, Any]) -> float | None:

@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from varreg.engine.contribution import Contribution, Partition, combine
 
@@ -54,7 +54,7 @@ class Moments:
 
     @property
     def variance(self) -> Tensor:
-        """v² = (1/m) Σ (g_i − ḡ)², never negative. One sample has 0; one *group* of several samples says nothing: nan."""
+        """v² = (1/m) Σ (g_i − ḡ)², never negative; what rounding alone could leave is 0. One sample has 0, one *group* of several nan."""
         return self.variance_into(torch.empty_like(self.square))
 
     def variance_into(self, out: Tensor) -> Tensor:
@@ -64,7 +64,10 @@ class Moments:
         if self.groups < 2:
             return out.fill_(torch.nan)
         factor = (self.count - 1) / (self.groups - 1) / self._scale**2
-        torch.mul(self.square, self.count, out=out).addcmul_(self.total, self.total, value=-1).clamp_(min=0)
+        rounding = torch.finfo(out.dtype).eps * (
+            4 + 2 * math.sqrt(self.count)
+        )  # of both sums: where samples agree, it is all there is
+        torch.mul(self.square, self.count * (1 - rounding), out=out).addcmul_(self.total, self.total, value=-1).clamp_(min=0)
         return out if factor == 1 else out.mul_(factor)
 
     @property
@@ -108,6 +111,7 @@ class Ledger:
         self.square: Tensor | None = None
         self.whole = False  # did the sums start together with p.grad?
         self._seen: tuple[int, int] | None = None  # address and version of p.grad when the last window closed
+        self._grad: TensorWeakRef | None = None  # p.grad itself
 
     def cleared(self, p: Tensor, look: bool) -> bool:
         """Were gradients cleared since the last window? By None, or by zeros in place of a gradient that was not zero.
@@ -157,6 +161,11 @@ class Ledger:
         self.arrived = 0
         self.in_window = False
         self._seen = None if p.grad is None else (p.grad.data_ptr(), p.grad._version)
+        self._grad = None if p.grad is None else TensorWeakRef(p.grad)
+
+    def is_measured(self, p: Tensor) -> bool:
+        """Is `p.grad` still the tensor that was measured? Its values may have changed, by clipping or unscaling."""
+        return self._grad is not None and p.grad is not None and self._grad() is p.grad
 
     def pass_by(self, p: Tensor, partition: Partition) -> None:
         """A window closed in which the parameter had no use: its samples count, and contribute nothing."""

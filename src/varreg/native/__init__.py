@@ -12,6 +12,7 @@ import hashlib
 import math
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -34,10 +35,16 @@ def status() -> str:
 
 
 def lambdas(
-    variance: Tensor, delta: Tensor, history: Tensor, count: Tensor, limit: float | None, options: Mapping[str, Any]
+    variance: Tensor,
+    delta: Tensor,
+    history: Tensor,
+    count: Tensor,
+    present: Tensor | None,
+    limit: float | None,
+    options: Mapping[str, Any],
 ) -> Tensor | None:
     """λ, with ρ entered into its history; None where it takes PyTorch: another device, form or history, or memory in different orders."""
-    tensors = (variance, delta, history, count)
+    tensors = (variance, delta, history, count, *(() if present is None else (present,)))
     if options["history"] not in _KINDS or options["form"] not in _FORMS or variance.dtype not in (torch.float32, torch.float64):
         return None
     alike = (t.device.type == "cpu" and t.shape == delta.shape and t.dtype == delta.dtype and t.is_contiguous() for t in tensors)
@@ -60,7 +67,8 @@ def lambdas(
     )
     run(
         ctypes.c_int64(delta.numel()),
-        *(ctypes.c_void_p(t.data_ptr()) for t in (*tensors, lam)),
+        *(ctypes.c_void_p(t.data_ptr()) for t in (*tensors[:4], variance if present is None else present, lam)),
+        int(present is not None),
         _KINDS[options["history"]],
         _FORMS[options["form"]],
         int(options["scale_free"]),
@@ -78,37 +86,42 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     if compiler is None:
         return None, "no C compiler was found"
     try:
-        return ctypes.CDLL(str(_built(compiler))), "in use"
-    except (OSError, subprocess.CalledProcessError) as error:
+        with tempfile.TemporaryDirectory(prefix="varreg-") as temporary:
+            return ctypes.CDLL(str(_built(shlex.split(compiler), Path(temporary)))), "in use"
+    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", "") or str(error)
         return None, f"{compiler} did not work: {str(detail).strip().splitlines()[-1] if detail else type(error).__name__}"
 
 
-def _built(compiler: str) -> Path:
-    """The compiled library, from the cache if it was made before, by this compiler, for this processor."""
+def _built(compiler: list[str], temporary: Path) -> Path:
+    """The compiled library: kept in the cache if that can be written, for this compiler and processor; else in a temporary folder."""
     here = Path(__file__).parent
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
     sources = "".join((here / name).read_text() for name in ("kernels.c", "kernels.h"))
     key = hashlib.sha256("\n".join([sources, version, *_FLAGS, _processor()]).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "varreg"
+    kept = _cache() / f"kernels-{key}.so"
+    if kept.exists():
+        return kept
+    made = temporary / "kernels.so"
+    command = [*compiler, *_FLAGS, str(here / "kernels.c"), "-o", str(made)]
+    done = subprocess.run([*command, "-fopenmp"], capture_output=True, text=True, check=False)
+    if done.returncode:  # without threads, then
+        subprocess.run([*command, "-Wno-unknown-pragmas"], capture_output=True, text=True, check=True)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = tempfile.mkdtemp(dir=folder)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
+            file.write(made.read_bytes())
+        Path(file.name).replace(kept)  # whole, or not at all
+        return kept
     except OSError:
-        folder = Path(tempfile.mkdtemp(prefix="varreg-"))
-        temporary = tempfile.mkdtemp(dir=folder)
+        return made
+
+
+def _cache() -> Path:
     try:
-        built = folder / f"kernels-{key}.so"
-        if not built.exists():
-            made = Path(temporary) / "kernels.so"
-            command = [compiler, *_FLAGS, str(here / "kernels.c"), "-o", str(made)]
-            done = subprocess.run([*command, "-fopenmp"], capture_output=True, text=True, check=False)
-            if done.returncode:  # without threads, then
-                subprocess.run([*command, "-Wno-unknown-pragmas"], capture_output=True, text=True, check=True)
-            made.replace(built)  # whole, or not at all
-        return built
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "varreg"
+    except RuntimeError:  # there is no home
+        return Path(os.devnull) / "varreg"
 
 
 def _processor() -> str:

@@ -1,4 +1,5 @@
 /* The regularizer in one pass over memory. Its twin, and definition, is varreg/regularizer.py. */
+#include <math.h>
 #include <stdint.h>
 
 #define HUGE_SUM ((REAL)1e37)

@@ -66,13 +66,14 @@ def weighted(g: Tensor, s2: Tensor, direct: bool) -> tuple[Tensor, Tensor]:
 
 
 def ratio(delta: Tensor, p2: Tensor, eps: float, sums: tuple[Tensor, Tensor, Tensor], direct: bool) -> Tensor:
-    """Var(n/D) from N, C and V, which are not changed. nan where p₂ = 0: nothing has come in yet.
+    """Var(n/D) from N, C and V, which are not changed; nan where it is not known.
 
-    What rounding leaves of the bracket is set to 0: Adam's first step, m̂/√v̂ = ±1, has no variance, and a history must not take noise for it.
+    That is where nothing has come in yet, and where the bracket is as small as rounding leaves it: Adam's first step, m̂/√v̂ = ±1, has no
+    variance to first order, and a history must take neither noise nor 0 for it.
     """
     N, C, V = sums
     slope = delta / p2 if direct else delta.abs()
     size = torch.addcmul(N, slope.square(), V)
     left = torch.addcmul(size, slope, C, value=-2).div_(size)
-    left = threshold(left, torch.finfo(left.dtype).eps ** 0.5, 0.0)
+    left = threshold(left, max(32 * torch.finfo(left.dtype).eps, 1e-9), torch.nan)
     return left.mul_(size).div_((p2 + eps).square_())

@@ -31,7 +31,7 @@ class Work:
     x: Tensor
     """Where the parameter was before the step."""
     first: bool = True
-    """Are the sums of the increment's variance new?"""
+    """Are the sums of the increment's variance new, and 0?"""
     lambdas: list[Tensor] = field(default_factory=list)
     """λ of each part."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import torch
@@ -17,16 +18,19 @@ from torch.optim import Optimizer
 
 from varreg.engine import Moments, moments
 from varreg.engine.contribution import stat_dtype
+from varreg.engine.ledger import LEDGERS
 from varreg.memory import scratch
-from varreg.optim.gradient import UNRELATED, as_seen
+from varreg.optim.gradient import NotFiniteError, UnmeasuredError, as_seen
 from varreg.optim.names import check_alone, names, warn_lone, warn_missing, warn_typos
 from varreg.optim.parts import Part, Work, parts, pieces
 from varreg.optim.summary import LambdaSummary, summarize
-from varreg.regularizer import DEFAULTS, calibrated, check, lambdas, ratio, regularizer
+from varreg.regularizer import DEFAULTS, calibrated, check, lambdas, plain, ratio, regularizer
 
 _HISTORY = ("vr_history", "vr_count")
 _CALIBRATION = ("vr_lambda_recent", "vr_lambda_total", "vr_lambda_steps")
-_FIXED = ("history", "scale_free", "per")
+_STEPS = "vr_steps"
+_FIXED = ("history", "history_beta", "scale_free", "per")
+_OF_A_MODEL = ("history", "history_beta", "scale_free", "cap")
 # Our keys in the state begin with vr_, so that they never meet the base's.
 
 
@@ -53,7 +57,7 @@ class Regularized(Optimizer):
         for name in given:
             if name not in known:
                 raise TypeError(f"{type(self).__name__}.__init__() got an unexpected keyword argument '{name}'")
-        self._options = {**known, **given}
+        self._options = {**known, **{name: plain(value) for name, value in given.items()}}
         self._forget()
 
     def _forget(self) -> None:
@@ -75,6 +79,7 @@ class Regularized(Optimizer):
         if isinstance(param_group, dict):
             self._check({**self.defaults, **param_group})
             warn_typos(param_group, self.defaults)
+            param_group = {k: plain(v) if k in self._options else v for k, v in param_group.items()}
         super().add_param_group(param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -89,8 +94,18 @@ class Regularized(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but that the regularizer's statistics keep their precision where parameters are in half precision."""
-        final: dict[str, Any] = {}  # after all hooks
-        hook = self.register_load_state_dict_pre_hook(lambda _, state: final.update(state))
+        own = [{name: group[name] for name in self._options} for group in self.param_groups]
+        final: dict[str, Any] = {}
+
+        def last(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+            """After all other hooks: options that a checkpoint does not know stay as they are, group by group."""
+            groups = [{**mine, **group} for mine, group in zip(own, state["param_groups"])]
+            final.update(
+                {**state, "param_groups": groups if len(groups) == len(state["param_groups"]) else state["param_groups"]}
+            )
+            return final
+
+        hook = self.register_load_state_dict_pre_hook(last)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -136,9 +151,15 @@ class Regularized(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = self._gather()
+        works = self._gather()
         self._base_step()
-        self._regularize(work)
+        for (
+            group
+        ) in self.param_groups:  # also where there is nothing to do yet: distributed checkpointing asks for all of the state
+            for p in group["params"] if group["s"] else ():
+                if p.grad is not None and p.numel() and p in LEDGERS:
+                    self._prepare(p, group)
+        self._regularize(works)
         return loss
 
     def _base_step(self) -> None:
@@ -149,32 +170,45 @@ class Regularized(Optimizer):
 
     def _gather(self) -> list[Work]:
         """The parameters that have what λ needs, as they are before the step. Nothing is changed yet, in case of an error."""
-        works, missing, lone = [], [], False
+        works: list[Work] = []
+        missing, lone = [], False
         for group in self.param_groups:
             self._check(group)
             for p in group["params"] if group["s"] else ():
                 if p.grad is None or p.numel() == 0:
                     continue
                 m = moments(p)
-                if m is not None and m.count < 2:
-                    lone = True
-                    continue
-                if m is not None:
-                    self._check_shapes(p, m, group)
-                seen = as_seen(m, p.grad) if m is not None and m.groups >= 2 else UNRELATED
-                if isinstance(seen, tuple):
-                    works.append((p, group, m, seen))
-                elif seen is not None:
+                if m is None or m.groups < 2 <= m.count:
                     missing.append(p)
+                elif m.count < 2:
+                    lone = True
+                else:
+                    self._check_shapes(p, m, group)
+                    with suppress(NotFiniteError):
+                        try:
+                            seen = as_seen(m, p.grad, LEDGERS[p].is_measured(p))
+                            works.append(Work(p, group, self.state[p], m, *seen, p.detach().clone()))
+                        except UnmeasuredError:
+                            missing.append(p)
         if missing:
             warn_missing(self, missing, self._warned)
         if lone and not works:
             warn_lone(self, self._warned)
         if works:
             check_alone()
+            self._check_model()
             for group in self.param_groups:
                 self._fix(group)
-        return [Work(p, group, self.state[p], m, *seen, p.detach().clone()) for p, group, m, seen in works if m is not None]
+        return works
+
+    def _check_model(self) -> None:
+        groups = [
+            {name: group[name] for name in _OF_A_MODEL} for group in self.param_groups if group["per"] == "model" and group["s"]
+        ]
+        if any(group != groups[0] for group in groups):
+            raise ValueError(
+                f"varreg: param groups with per='model' share one history, and must have the same {', '.join(_OF_A_MODEL)}; got {groups}."
+            )
 
     def _fix(self, group: dict[str, Any]) -> None:
         """From the first regularized step on, what the statistics mean must not change."""
@@ -204,7 +238,7 @@ class Regularized(Optimizer):
     def _regularize(self, works: list[Work]) -> None:
         self._lambdas = {}
         for w in works:
-            self._prepare(w)
+            w.first = float(w.state[_STEPS].add_(1)) == 1
         for part in parts(w for w in works if w.group["per"] == "element"):
             part.put_back(self._lambdas_of(part, *self._increment_of(part)))
         for w in works:
@@ -229,11 +263,16 @@ class Regularized(Optimizer):
                     if key in self.state.get(p, {}):
                         self.state[p][key].copy_(lead.state[key])
         for w in works:
-            self._apply(w, regularizer(rho, rho_bar, w.group).to(w.p.device))
+            self._apply(w, regularizer(rho, rho_bar, w.group).to(w.state["vr_history"]))
 
     def _spread(self, w: Work) -> tuple[Tensor, Tensor]:
-        """√Σδ̄² and Σσ² over all elements."""
-        sums = torch.stack([torch.stack([d.square().sum(), v.sum()]) for d, v in map(self._increment_of, pieces(w))]).sum(0)
+        """√Σδ̄² and Σσ² over all elements of which the variance is known."""
+        sums = w.moments.total.new_zeros(2)
+        for part in pieces(w):
+            delta, variance = self._increment_of(part)
+            present = part["square"] / part["square"]  # 1, or nan where no sample had a gradient
+            known = variance * present
+            sums += torch.stack([(delta.square() + 0 * known).nansum(), known.nansum()])
         return sums[0].sqrt(), sums[1]
 
     def _increment_of(self, part: Part) -> tuple[Tensor, Tensor]:
@@ -249,17 +288,18 @@ class Regularized(Optimizer):
             part.g = part.g.add(part["x"], alpha=decay)
         return self._increment(part)
 
-    def _prepare(self, w: Work) -> None:
+    def _prepare(self, p: Tensor, group: dict[str, Any]) -> None:
         """Make the state that is missing."""
-        state, group = w.state, w.group
+        state, dtype = self.state[p], stat_dtype(p.dtype)
         sums = self._accumulators(group)
-        w.first = any(key not in state for key in sums)
-        full = dict.fromkeys(sums, True) | dict.fromkeys(_HISTORY, group["per"] == "element")
+        if any(key not in state for key in sums) and _STEPS in state:
+            state[_STEPS].zero_()  # an option was switched on: its sums begin now
+        full = dict.fromkeys(sums, True) | dict.fromkeys(_HISTORY, group["per"] == "element") | {_STEPS: False}
         if group["calibrate"]:
             full |= dict.fromkeys(_CALIBRATION, False)
         for key, whole in full.items():
             if key not in state:
-                zeros = torch.zeros_like(w.p, dtype=stat_dtype(w.p.dtype)) if whole else w.moments.total.new_zeros(())
+                zeros = torch.zeros_like(p, dtype=dtype) if whole else torch.zeros((), dtype=dtype, device=p.device)
                 state[key] = zeros if group["per"] != "model" or key not in _HISTORY else self._model_history(key, zeros)
 
     def _model_history(self, key: str, zeros: Tensor) -> Tensor:
@@ -269,7 +309,8 @@ class Regularized(Optimizer):
 
     @staticmethod
     def _lambdas_of(w: Work | Part, delta: Tensor, variance: Tensor) -> Tensor:
-        return lambdas(variance, delta, w["vr_history"], w["vr_count"], w.moments.count, w.group)
+        present = w["square"] if isinstance(w, Part) else None
+        return lambdas(variance, delta, w["vr_history"], w["vr_count"], w.moments.count, w.group, present)
 
     def _apply(self, w: Work, lam: Tensor) -> None:
         """x + λ·(x' − x). Decoupled weight decay is not part of an increment: it moves x before."""

@@ -25,11 +25,10 @@ class SScheduler:
                     f"varreg: param group {i} of {type(optimizer).__name__} has no s; use one of varreg's optimizers."
                 )
             if last_epoch == -1:
-                group["initial_s"] = group["s"]
+                group.setdefault("initial_s", group["s"])
             elif "initial_s" not in group:
                 raise KeyError(f"param 'initial_s' is not specified in param_groups[{i}] when resuming an optimizer")
         self.optimizer = optimizer
-        self.base_s: list[float] = [group["initial_s"] for group in optimizer.param_groups]
         self.last_epoch = last_epoch
         self.step()
 
@@ -44,8 +43,8 @@ class SScheduler:
             raise ValueError(
                 f"varreg: {type(self).__name__} has factor {factor!r} at t = {self.last_epoch}; it must be finite, and 0 at least."
             )
-        for group, s in zip(self.optimizer.param_groups, self.base_s, strict=True):
-            group["s"] = s * factor
+        for group in self.optimizer.param_groups:
+            group["s"] = group.setdefault("initial_s", group["s"]) * factor
 
     def get_last_s(self) -> list[float]:
         """s of every param group."""

@@ -48,6 +48,8 @@ class VarianceRegularized(Regularized):
             raise ValueError(
                 "varreg: LBFGS is not a first-order method: its step evaluates the model many times. Wrap another one."
             )
+        if "s" in base.defaults:
+            raise ValueError(f"varreg: this {type(base).__name__} is wrapped already; use that wrapper, or a new base.")
         self._set_options(regularizer)
         groups = [{**self._options, **group} for group in base.param_groups]
         for group in groups:
@@ -58,12 +60,19 @@ class VarianceRegularized(Regularized):
         self.__setstate__({"base": base, "defaults": base.defaults, "state": base.state, "param_groups": base.param_groups})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "base": self.base}
+        return {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups, "base": self.base}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.base: Optimizer = self.__dict__["base"]
-        self.base.__setstate__({"state": self.state, "param_groups": self.param_groups})
+        base: Optimizer = state.get("base") or self.base
+        self.__dict__["base"] = base
+        base.__setstate__({k: state[k] for k in ("defaults", "state", "param_groups") if k in state})
+        super().__setstate__({})
+
+    # One state, one list of groups: the base's, whoever of the two is asked or loads a checkpoint.
+    base: Optimizer
+    defaults = property(lambda self: self.base.defaults)
+    state = property(lambda self: self.base.state)
+    param_groups = property(lambda self: self.base.param_groups)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "base" not in self.__dict__:
@@ -86,4 +95,4 @@ class VarianceRegularized(Regularized):
         self.base.step()
 
     def _increment(self, part: Part) -> tuple[Tensor, Tensor]:
-        return part["total"], part.s2
+        return part["grad"], part.s2
