@@ -271,6 +271,16 @@ def test_what_is_added_to_a_gradient_does_not_blow_up_its_variance(what):
     assert ratio.median() == pytest.approx(1, abs=0.2)
 
 
+def test_what_is_added_to_a_gradient_of_zeros():
+    model = Linear(3)
+    varreg.observe(model)
+    optimizer = varreg.VRSGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.tensor([[1.0, 2.0, 3.0], [-1.0, -2.0, -3.0]])).mean().backward()
+    model.w.grad += 1.0
+    optimizer.step()
+    torch.testing.assert_close(optimizer.state[model.w]["vr_variance"], torch.tensor([1.0, 4.0, 9.0]))
+
+
 def test_a_mask_over_a_gradient_is_no_reason_to_give_up():
     layer = nn.Linear(100, 10, bias=False)
     varreg.observe(layer)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from varreg import native
+from varreg import Moments, native
 from varreg import regularizer as vr
 
 needs_compiler = pytest.mark.skipif(native.status() != "in use", reason=f"native kernel: {native.status()}")
@@ -54,6 +54,22 @@ def test_the_kernel_equals_its_twin(history, form, options, dtype, absent):
 
 
 @needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_variance_equals_its_twin(dtype, monkeypatch):
+    square, total, *_ = cases(dtype)
+    finite = square.isfinite() & total.square().isfinite()
+    square, total = square[finite], total[finite]
+    for m in (Moments(5, 5, total, square), Moments(7, 3, total, square, "sum")):
+        fast = m.variance
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "variance", lambda *_: False)
+            slow = m.variance
+        rounding = 8 * torch.finfo(dtype).eps * (m.count * square + total.square())
+        assert ((fast - slow).abs() <= rounding * 3).all()
+        assert (fast >= 0).all()
+
+
+@needs_compiler
 @pytest.mark.parametrize(
     "changed",
     [{"history": "geometric"}, {"history": "ema"}, {"form": "sigmoid"}],
@@ -72,7 +88,7 @@ def test_memory_in_another_order_is_left_to_pytorch():
 
 SCRIPT = """
 import torch, varreg
-from varreg import native
+from varreg import Moments, native
 model = torch.nn.Linear(3, 2)
 varreg.observe(model)
 optimizer = varreg.VRSGD(model.parameters(), lr=0.1)

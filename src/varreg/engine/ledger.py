@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
+from varreg import native
 from varreg.engine.contribution import Contribution, Partition, combine
 
 
@@ -67,8 +68,10 @@ class Moments:
         rounding = torch.finfo(out.dtype).eps * (
             4 + 2 * math.sqrt(self.count)
         )  # of both sums: where samples agree, it is all there is
-        torch.mul(self.square, self.count * (1 - rounding), out=out).addcmul_(self.total, self.total, value=-1).clamp_(min=0)
-        return out if factor == 1 else out.mul_(factor)
+        scale = self.count * (1 - rounding)
+        if native.variance(self.total, self.square, scale, factor, out):
+            return out
+        return torch.mul(self.square, scale, out=out).addcmul_(self.total, self.total, value=-1).clamp_(min=0).mul_(factor)
 
     @property
     def rho(self) -> Tensor:

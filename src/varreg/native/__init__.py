@@ -1,4 +1,4 @@
-"""The element-wise work of the regularizer in one pass over memory, by a few lines of C.
+"""Element-wise work in one pass over memory, by a few lines of C.
 
 They are compiled at first use, in less than a second, if a C compiler is at hand, and kept in the user's cache. Without one, the
 same is done by a dozen of PyTorch's own operations: slower, with the same numbers. `VARREG_NATIVE=0` asks for that.
@@ -25,6 +25,10 @@ from torch import Tensor
 
 _KINDS = {"sum": 0, "mean": 1, "harmonic": 2}
 _FORMS = {"rational": 0, "affine": 1}
+_REALS: dict[torch.dtype, tuple[str, Any]] = {
+    torch.float32: ("float32", ctypes.c_float),
+    torch.float64: ("float64", ctypes.c_double),
+}
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", "-std=c99", "-shared", "-fPIC")
 
 
@@ -45,19 +49,16 @@ def lambdas(
 ) -> Tensor | None:
     """λ, with ρ entered into its history; None where it takes PyTorch: another device, form or history, or memory in different orders."""
     tensors = (variance, delta, history, count, *(() if present is None else (present,)))
-    if options["history"] not in _KINDS or options["form"] not in _FORMS or variance.dtype not in (torch.float32, torch.float64):
+    if options["history"] not in _KINDS or options["form"] not in _FORMS:
         return None
-    alike = (t.device.type == "cpu" and t.shape == delta.shape and t.dtype == delta.dtype and t.is_contiguous() for t in tensors)
-    library = _load()[0]
-    if library is None or not all(alike):
+    library = _library_for(*tensors)
+    if library is None:
         return None
     from varreg.regularizer import bounds, lambda0_of
 
     low, high = bounds(options)
     lam = torch.empty_like(delta)
     s = float(options["s"])
-    run = getattr(library, f"lambda_{str(delta.dtype).removeprefix('torch.')}")
-    real = ctypes.c_float if delta.dtype == torch.float32 else ctypes.c_double
     numbers = (
         s,
         lambda0_of(s) / 2,
@@ -65,17 +66,38 @@ def lambdas(
         -math.inf if low is None else low,
         math.inf if high is None else high,
     )
-    run(
-        ctypes.c_int64(delta.numel()),
-        *(ctypes.c_void_p(t.data_ptr()) for t in (*tensors[:4], variance if present is None else present, lam)),
-        int(present is not None),
-        _KINDS[options["history"]],
-        _FORMS[options["form"]],
-        int(options["scale_free"]),
-        *map(real, numbers),
-        torch.get_num_threads() if delta.numel() >= 1 << 15 else 1,
-    )
+    kinds = (int(present is not None), _KINDS[options["history"]], _FORMS[options["form"]], int(options["scale_free"]))
+    _run(library, "lambda", (*tensors[:4], variance if present is None else present, lam), kinds, numbers)
     return lam
+
+
+def variance(total: Tensor, square: Tensor, scale: float, factor: float, out: Tensor) -> bool:
+    """max(scale·W − S², 0)·factor into `out`; False where it takes PyTorch."""
+    library = _library_for(total, square, out)
+    if library is not None:
+        _run(library, "variance", (total, square, out), (), (scale, factor))
+    return library is not None
+
+
+def _library_for(*tensors: Tensor) -> ctypes.CDLL | None:
+    """The library, if it can serve these tensors: on the CPU, alike, and in one order."""
+    first = tensors[0]
+    if first.dtype not in _REALS or not first.is_cpu:
+        return None
+    for t in tensors:
+        if t.shape != first.shape or t.dtype != first.dtype or not t.is_cpu or not t.is_contiguous():
+            return None
+    return _load()[0]
+
+
+def _run(
+    library: ctypes.CDLL, name: str, tensors: tuple[Tensor, ...], kinds: tuple[int, ...], numbers: tuple[float, ...]
+) -> None:
+    suffix, real = _REALS[tensors[0].dtype]
+    n = tensors[0].numel()
+    pointers = (ctypes.c_void_p(t.data_ptr()) for t in tensors)
+    threads = torch.get_num_threads() if n >= 1 << 15 else 1
+    getattr(library, f"{name}_{suffix}")(ctypes.c_int64(n), *pointers, *kinds, *map(real, numbers), threads)
 
 
 @functools.cache

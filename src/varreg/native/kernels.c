@@ -1,4 +1,4 @@
-/* The regularizer in one pass over memory. Its twin, and definition, is varreg/regularizer.py. */
+/* The element-wise work in one pass over memory. Twins, and definitions: Moments in varreg/engine/ledger.py, and varreg/regularizer.py. */
 #include <math.h>
 #include <stdint.h>
 

@@ -31,7 +31,10 @@ def as_seen(m: Moments, grad: Tensor, same: bool) -> tuple[Tensor, Tensor | floa
         raise NotFiniteError
     if gS == SS == gg:  # nothing has touched it
         return m.total, 1.0
-    kappa, g = gS / SS if SS else 0.0, g.clone()
+    g = g.clone()
+    if SS == 0:  # nothing but what was added
+        return g.view_as(grad), 1.0
+    kappa = gS / SS
     rounding = 10 * torch.finfo(S.dtype).eps + torch.finfo(grad.dtype).eps ** 2
     if kappa * gS >= (1 - rounding) * gg:  # g and S are parallel
         return g.view_as(grad), kappa**2
