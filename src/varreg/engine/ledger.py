@@ -65,13 +65,12 @@ class Moments:
         if self.groups < 2:
             return out.fill_(torch.nan)
         factor = (self.count - 1) / (self.groups - 1) / self._scale**2
-        rounding = torch.finfo(out.dtype).eps * (
-            4 + 2 * math.sqrt(self.count)
-        )  # of both sums: where samples agree, it is all there is
-        scale = self.count * (1 - rounding)
-        if native.variance(self.total, self.square, scale, factor, out):
+        rounding = torch.finfo(out.dtype).eps * (4 + 2 * math.sqrt(self.count))  # of the two sums, relative to the larger
+        if native.variance(self.total, self.square, self.count, factor, rounding, out):
             return out
-        return torch.mul(self.square, scale, out=out).addcmul_(self.total, self.total, value=-1).clamp_(min=0).mul_(factor)
+        size = self.square * self.count
+        torch.addcmul(size, self.total, self.total, value=-1, out=out)
+        return out.mul_(factor).masked_fill_(out <= size.mul_(rounding * factor), 0.0)
 
     @property
     def rho(self) -> Tensor:

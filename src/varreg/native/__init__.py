@@ -71,11 +71,11 @@ def lambdas(
     return lam
 
 
-def variance(total: Tensor, square: Tensor, scale: float, factor: float, out: Tensor) -> bool:
-    """max(scale·W − S², 0)·factor into `out`; False where it takes PyTorch."""
+def variance(total: Tensor, square: Tensor, m: int, factor: float, rounding: float, out: Tensor) -> bool:
+    """(m·W − S²)·factor into `out`, and 0 where that is no more than rounding; False where it takes PyTorch."""
     library = _library_for(total, square, out)
     if library is not None:
-        _run(library, "variance", (total, square, out), (), (scale, factor))
+        _run(library, "variance", (total, square, out), (), (m, factor, rounding))
     return library is not None
 
 

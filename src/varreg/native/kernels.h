@@ -35,11 +35,13 @@ void NAME(lambda)(int64_t n, const REAL *restrict variance, const REAL *restrict
 
 #undef LOOP
 
-/* out = max(scale * square - total^2, 0) * factor */
-void NAME(variance)(int64_t n, const REAL *restrict total, const REAL *restrict square, REAL *restrict out, REAL scale, REAL factor, int threads) {
+/* out = (m * square - total^2) * factor, and 0 where that is no more than rounding */
+void NAME(variance)(int64_t n, const REAL *restrict total, const REAL *restrict square, REAL *restrict out, REAL m, REAL factor, REAL rounding,
+                    int threads) {
 #pragma omp parallel for simd num_threads(threads) schedule(static)
     for (int64_t i = 0; i < n; i++) {
-        REAL left = scale * square[i] - total[i] * total[i];
-        out[i] = left < 0 ? 0 : left * factor; /* nan stays nan */
+        REAL size = m * square[i];
+        REAL left = size - total[i] * total[i];
+        out[i] = left <= size * rounding ? 0 : left * factor; /* nan stays nan */
     }
 }
