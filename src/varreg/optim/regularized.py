@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any, ClassVar
 
 import torch
@@ -178,18 +177,19 @@ class Regularized(Optimizer):
                 if p.grad is None or p.numel() == 0:
                     continue
                 m = moments(p)
-                if m is None or m.groups < 2 <= m.count:
-                    missing.append(p)
-                elif m.count < 2:
+                if m is not None and m.count < 2:
                     lone = True
-                else:
+                    continue
+                try:
+                    if m is None or m.groups < 2:
+                        raise UnmeasuredError
                     self._check_shapes(p, m, group)
-                    with suppress(NotFiniteError):
-                        try:
-                            seen = as_seen(m, p.grad, LEDGERS[p].is_measured(p))
-                            works.append(Work(p, group, self.state[p], m, *seen, p.detach().clone()))
-                        except UnmeasuredError:
-                            missing.append(p)
+                    seen = as_seen(m, p.grad, LEDGERS[p].is_measured(p))
+                    works.append(Work(p, group, self.state[p], m, *seen, p.detach().clone()))
+                except UnmeasuredError:
+                    missing.append(p)
+                except NotFiniteError:
+                    pass  # the base's step, as torch would have it
         if missing:
             warn_missing(self, missing, self._warned)
         if lone and not works:
