@@ -1,4 +1,4 @@
-"""The models that speeds are measured on, each with a batch of the right shape."""
+"""What speeds are measured on: models, each with a batch of the right shape."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from varreg.lab.models import GPT, lenet, mlp, paper_cnn, resnet18
+
 
 class Workload(NamedTuple):
     name: str
@@ -16,87 +18,6 @@ class Workload(NamedTuple):
     batch: Callable[[], tuple[Tensor, Tensor]]
     loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
     """A mean over samples."""
-
-
-def paper_cnn() -> nn.Module:
-    """Two conv-pool-activation blocks and two dense layers, as in the paper's Fashion-MNIST experiment."""
-    return nn.Sequential(
-        *(nn.Conv2d(1, 20, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(20, 50, 5), nn.MaxPool2d(2), nn.ReLU()),
-        *(nn.Flatten(), nn.Linear(800, 500), nn.ReLU(), nn.Linear(500, 10)),
-    )
-
-
-def lenet() -> nn.Module:
-    """LeNet for CIFAR-10: two convolution blocks and three dense layers."""
-    return nn.Sequential(
-        *(nn.Conv2d(3, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
-    )
-
-
-def mlp() -> nn.Module:
-    """Three dense layers: much memory for little computation, where anything done per parameter shows."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
-
-
-class Residual(nn.Module):
-    def __init__(self, inputs: int, outputs: int, stride: int):
-        super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        self.norm1 = nn.GroupNorm(8, outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.norm2 = nn.GroupNorm(8, outputs)
-        same = stride == 1 and inputs == outputs
-        self.skip = (
-            nn.Identity() if same else nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.GroupNorm(8, outputs))
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.norm1(self.conv1(x)))
-        return F.relu(self.norm2(self.conv2(y)) + self.skip(x))
-
-
-def resnet18(width: int = 32) -> nn.Module:
-    """ResNet-18 for 32 × 32 images, with GroupNorm."""
-    blocks: list[nn.Module] = []
-    inputs = width
-    for i, outputs in enumerate((width, 2 * width, 4 * width, 8 * width)):
-        blocks += [Residual(inputs, outputs, 1 if i == 0 else 2), Residual(outputs, outputs, 1)]
-        inputs = outputs
-    stem = (nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.GroupNorm(8, width), nn.ReLU())
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8 * width, 10))
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int):
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, c = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, c)
-        x = x + self.proj(y)
-        out: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
-        return out
-
-
-class GPT(nn.Module):
-    """A small decoder with learned positions, looked up once for the whole batch."""
-
-    def __init__(self, layers: int = 4, width: int = 192, heads: int = 6, vocabulary: int = 256, context: int = 1024):
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
-        logits: Tensor = self.head(self.norm(self.blocks(x)))
-        return logits
 
 
 def token_loss(logits: Tensor, ids: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Does it help? Data, models, training runs and comparisons. The core never imports this."""
