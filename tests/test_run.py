@@ -1,0 +1,170 @@
+"""A run: killed at any moment and started again, it ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from varreg.lab import store
+from varreg.lab.run import OPTIMIZERS, Config, Run, batches, run
+from varreg.lab.tasks import TASKS, task
+
+SMALL = {"epochs": 2, "batch": 128}
+
+
+@pytest.fixture(autouse=True)
+def _single_precision():
+    torch.set_default_dtype(torch.float32)
+
+
+def outcome(folder: Path) -> tuple[dict, dict]:
+    """What must be the same: all but the time it took."""
+    (only,) = folder.iterdir()
+    result = json.loads((only / "result.json").read_text())
+    del result["seconds"]
+    return result, torch.load(only / "weights.pt", weights_only=True)
+
+
+def assert_same(a: Path, b: Path) -> None:
+    (result_a, weights_a), (result_b, weights_b) = outcome(a), outcome(b)
+    assert json.dumps(result_a) == json.dumps(result_b)
+    assert all(torch.equal(weights_a[k], weights_b[k]) for k in weights_a)
+
+
+DRIVER = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+from varreg.lab.run import Config, run
+
+torch.set_num_threads(1)
+rng, kills, seed = random.Random(0), 0, 0
+while kills < 30:
+    seed += 1
+    config = Config("digits", "VRSGD", 0.05, seed, 4, 64, {"momentum": 0.9, "history": "geometric"}, test="end")
+    run(config, Path(sys.argv[1]) / f"whole{seed}", every=1000)
+    while True:
+        child = os.fork()
+        if child == 0:
+            run(config, Path(sys.argv[1]) / f"broken{seed}", every=2)
+            os._exit(0)
+        end, status = time.monotonic() + rng.uniform(0.0, 0.5), (0, 0)
+        while time.monotonic() < end and status[0] == 0:
+            status = os.waitpid(child, os.WNOHANG)
+            time.sleep(0.002)
+        if status[0] == 0:
+            os.kill(child, signal.SIGKILL)
+            status = os.waitpid(child, 0)
+        if status[1] == 0:
+            break
+        assert os.WIFSIGNALED(status[1]), status
+        kills += 1
+print(kills, seed)
+"""
+
+
+def test_killed_at_random_moments(tmp_path):
+    """SIGKILL, at least 30 times, at random moments of starting, training, evaluating and writing."""
+    done = subprocess.run([sys.executable, "-c", DRIVER, str(tmp_path)], capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    kills, runs = map(int, done.stdout.split())
+    assert kills >= 30
+    for seed in range(1, runs + 1):
+        assert_same(tmp_path / f"whole{seed}", tmp_path / f"broken{seed}")
+
+
+class Stopped(BaseException):
+    pass
+
+
+def stop_at(last: int | None, step: int, total: int) -> None:
+    if last is not None and step >= last:
+        raise Stopped
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_goes_on_to_the_bit(name, tmp_path):
+    config = Config("digits", name, 0.01, **SMALL)
+    run(config, tmp_path / "whole")
+
+    for last in (3, 9, 12, None):  # stopped after these steps, and at last not at all
+        with contextlib.suppress(Stopped):
+            run(config, tmp_path / "broken", every=3, progress=functools.partial(stop_at, last))
+    assert_same(tmp_path / "whole", tmp_path / "broken")
+
+
+def test_a_result_that_is_there_is_not_computed_again(tmp_path):
+    config = Config("logistic", "SGD", 0.1, **SMALL)
+    first = run(config, tmp_path)
+    (folder,) = tmp_path.iterdir()
+    written = (folder / "weights.pt").stat().st_mtime_ns
+    assert run(config, tmp_path) == first
+    assert (folder / "weights.pt").stat().st_mtime_ns == written
+
+
+def test_when_the_test_split_is_read(tmp_path):
+    for when, times in (("never", 0), ("end", 1), ("epochs", 2)):
+        result = run(Config("logistic", "SGD", 0.1, **SMALL, test=when), tmp_path / when)
+        assert len(result["epochs"]["test_loss"]) == times
+        assert len(result["epochs"]["valid_loss"]) == 2
+
+
+def test_divergence_is_recorded(tmp_path):
+    result = run(Config("digits", "SGD", 1e6, **SMALL), tmp_path)
+    assert result["diverged"]
+    assert not math.isfinite(result["steps"]["loss"][-1])
+
+
+def test_batches_depend_on_seed_and_epoch_alone():
+    a, b = batches(100, 30, 1, 2), batches(100, 30, 1, 2)
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert [len(x) for x in a] == [30, 30, 30]
+    assert not torch.equal(a[0], batches(100, 30, 1, 3)[0])
+    assert len(torch.cat(a).unique()) == 90
+
+
+def test_splits_do_not_overlap_and_never_change():
+    splits = TASKS["digits"].load(None)
+    rows = [set(map(tuple, s.x.flatten(1).tolist())) for s in splits]
+    assert [len(s) for s in splits] == [1077, 360, 360]
+    assert len(rows[0] & rows[2]) <= 2  # two digits are the same image twice in the data themselves
+    again = TASKS["digits"].load(None)
+    assert torch.equal(splits.valid.x, again.valid.x)
+
+
+def test_lambda_is_logged(tmp_path):
+    result = run(Config("digits", "VRSGD", 0.05, **SMALL, log_every=1), tmp_path)
+    assert len(result["steps"]["effective_lambda"]) == len(result["steps"]["loss"])
+    assert result["steps"]["effective_lambda"][0] == pytest.approx(1)
+    assert 1 < result["steps"]["effective_lambda"][-1] <= 3
+
+
+def test_unknown_names():
+    with pytest.raises(ValueError, match=r"no task 'digit'; there are: digits, .* Did you mean 'digits'\?"):
+        task("digit")
+    with pytest.raises(ValueError, match=r"no optimizer 'VRSDG'; there are: SGD, "):
+        Run(Config("digits", "VRSDG", 0.1))
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="results cannot be written to"):
+        run(Config("digits", "SGD", 0.1), tmp_path / "file")
+
+
+def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
+    path = tmp_path / "result.json"
+    store.write_json(path, {"a": 1})
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        store.write_json(path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
