@@ -11,6 +11,8 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
 import varreg
+from varreg.lab.models import digits_cnn
+from varreg.tables import table
 
 
 def data(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -22,17 +24,10 @@ def data(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return images[train], labels[train], images[test], labels[test]
 
 
-def classifier() -> nn.Module:
-    return nn.Sequential(
-        *(nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Flatten(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)),
-    )
-
-
 def layer_table(model: nn.Module) -> str:
     """Mean, variance and ρ of the per-sample gradients of every parameter, as of the last backward."""
     head = ("parameter", "mean |ḡ|", "mean v²", "median ρ", "share with ρ < m")
-    rows = [head]
+    rows = []
     for name, p in model.named_parameters():
         m = varreg.moments(p)
         if m is None:
@@ -40,11 +35,7 @@ def layer_table(model: nn.Module) -> str:
         rho = m.rho.nan_to_num(0.0)
         clear = (rho < m.count).double().mean()
         rows.append((name, f"{m.mean.abs().mean():.2e}", f"{m.variance.mean():.2e}", f"{rho.median():.1f}", f"{clear:.0%}"))
-    widths = [max(len(r[i]) for r in rows) for i in range(len(head))]
-    lines = [
-        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))) for r in rows
-    ]
-    return "\n".join([lines[0], "─" * len(lines[0]), *lines[1:]])
+    return table(head, rows, total=False)
 
 
 def main() -> None:
@@ -57,7 +48,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     x, y, x_test, y_test = data(options.seed)
-    model = classifier()
+    model = digits_cnn()
     optimizer = varreg.VRSGD(model.parameters(), lr=options.lr, momentum=0.9)
 
     observer = varreg.observe(model, groups=options.groups)

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import varreg
-from digits import classifier, data
+from digits import data
+from varreg.lab.models import digits_cnn
 
 
 class Digits(lightning.LightningModule):
@@ -22,7 +23,7 @@ class Digits(lightning.LightningModule):
     def __init__(self, lr: float):
         super().__init__()
         self.lr = lr
-        self.model = classifier()
+        self.model = digits_cnn()
 
     def setup(self, stage: str) -> None:
         if stage == "fit":

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import varreg
-from digits import classifier, data
+from digits import data
+from varreg.lab.models import digits_cnn
 from varreg.tables import table
 
 
@@ -24,7 +25,7 @@ def train(make: Any, epochs: int, batch: int, seed: int) -> tuple[float, float, 
     """Mean training loss of the last epoch, test accuracy, and the mean effective λ."""
     torch.manual_seed(seed)
     x, y, x_test, y_test = data(seed)
-    model: nn.Module = classifier()
+    model: nn.Module = digits_cnn()
     varreg.observe(model)  # the first line
     optimizer = make(model.parameters())  # the second: VRSGD in place of SGD
     effective, losses = [], [0.0]

@@ -111,8 +111,8 @@ def test_a_result_that_is_there_is_not_computed_again(tmp_path):
 
 
 def test_when_the_test_split_is_read(tmp_path):
-    for when, times in (("never", 0), ("end", 1), ("epochs", 2)):
-        result = run(Config("logistic", "SGD", 0.1, **SMALL, test=when), tmp_path / when)
+    for when, times in (("never", 0), ("end", 1), ("epochs", 2)):  # all in one folder: none is taken for another
+        result = run(Config("logistic", "SGD", 0.1, **SMALL, test=when), tmp_path)
         assert len(result["epochs"]["test_loss"]) == times
         assert len(result["epochs"]["valid_loss"]) == 2
 

@@ -7,6 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+def digits_cnn() -> nn.Module:
+    """For 8 × 8 digits: two convolutions and two dense layers."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)),
+    )
+
+
 def paper_cnn() -> nn.Module:
     """Two conv-pool-activation blocks and two dense layers, as in the paper's Fashion-MNIST experiment."""
     return nn.Sequential(

@@ -6,6 +6,7 @@ ends bit for bit as one that was not: batches depend on the seed and the step al
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
@@ -45,9 +46,10 @@ class Config:
 
     @property
     def name(self) -> str:
-        """Of the folder."""
+        """Of the folder: what a person looks for, and a checksum of all of it, so that no two runs share one."""
         options = "".join(f" {k}={v}" for k, v in sorted(self.options.items()))
-        return f"{self.task} {self.optimizer}{options} lr={self.lr:g} seed={self.seed} epochs={self.epochs} batch={self.batch}"
+        whole = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:8]
+        return f"{self.task} {self.optimizer}{options} lr={self.lr:g} seed={self.seed} {whole}"
 
 
 def batches(n: int, batch: int, seed: int, epoch: int) -> tuple[Tensor, ...]:

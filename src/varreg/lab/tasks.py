@@ -75,13 +75,6 @@ def _cifar10(data_dir: Path | None) -> Splits:
     return hold_out(unit_norm(train), unit_norm(test), 5_000)
 
 
-def _digits_cnn() -> nn.Module:
-    return nn.Sequential(
-        *(nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Flatten(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)),
-    )
-
-
 def _logistic() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
 
@@ -89,7 +82,7 @@ def _logistic() -> nn.Module:
 TASKS = {
     task.name: task
     for task in (
-        Task("digits", "scikit-learn's embedded 8 × 8 digits, a small CNN", _digits, _digits_cnn, 64, 20),
+        Task("digits", "scikit-learn's embedded 8 × 8 digits, a small CNN", _digits, models.digits_cnn, 64, 20),
         Task("logistic", "the same digits, logistic regression: convex", _digits, _logistic, 64, 20),
         Task("fashion-mnist", "the paper's CNN on Fashion-MNIST", _fashion_mnist, models.paper_cnn, 100, 20),
         Task("cifar10-lenet", "LeNet on CIFAR-10, as in the paper", _cifar10, models.lenet, 100, 20),
