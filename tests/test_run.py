@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import math
 import subprocess
@@ -14,7 +13,9 @@ import pytest
 import torch
 
 from varreg.lab import store
-from varreg.lab.run import OPTIMIZERS, Config, Run, batches, run
+from varreg.lab.ablations import ABLATIONS
+from varreg.lab.optimizers import OPTIMIZERS
+from varreg.lab.run import Config, Run, StoppedError, batches, run
 from varreg.lab.tasks import TASKS, task
 
 SMALL = {"epochs": 2, "batch": 128}
@@ -29,7 +30,7 @@ def outcome(folder: Path) -> tuple[dict, dict]:
     """What must be the same: all but the time it took."""
     (only,) = folder.iterdir()
     result = json.loads((only / "result.json").read_text())
-    del result["seconds"]
+    del result["seconds"], result["evaluations"]["seconds"]
     return result, torch.load(only / "weights.pt", weights_only=True)
 
 
@@ -50,11 +51,11 @@ rng, kills, seed = random.Random(0), 0, 0
 while kills < 30:
     seed += 1
     config = Config("digits", "VRSGD", 0.05, seed, 4, 64, {"momentum": 0.9, "history": "geometric"}, test="end")
-    run(config, Path(sys.argv[1]) / f"whole{seed}", every=1000)
+    run(config, Path(sys.argv[1]) / f"whole{seed}")
     while True:
         child = os.fork()
         if child == 0:
-            run(config, Path(sys.argv[1]) / f"broken{seed}", every=2)
+            run(config, Path(sys.argv[1]) / f"broken{seed}", every=0.003)
             os._exit(0)
         end, status = time.monotonic() + rng.uniform(0.0, 0.5), (0, 0)
         while time.monotonic() < end and status[0] == 0:
@@ -81,23 +82,18 @@ def test_killed_at_random_moments(tmp_path):
         assert_same(tmp_path / f"whole{seed}", tmp_path / f"broken{seed}")
 
 
-class Stopped(BaseException):
-    pass
+CASES = [(name, {}) for name in OPTIMIZERS] + [("VRSGD", {"momentum": 0.9, "ablation": how}) for how in ABLATIONS]
 
 
-def stop_at(last: int | None, step: int, total: int) -> None:
-    if last is not None and step >= last:
-        raise Stopped
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_goes_on_to_the_bit(name, tmp_path):
-    config = Config("digits", name, 0.01, **SMALL)
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_every_optimizer_goes_on_to_the_bit(name, options, tmp_path):
+    config = Config("digits", name, 0.01, **SMALL, options=options)
     run(config, tmp_path / "whole")
 
-    for last in (3, 9, 12, None):  # stopped after these steps, and at last not at all
-        with contextlib.suppress(Stopped):
-            run(config, tmp_path / "broken", every=3, progress=functools.partial(stop_at, last))
+    for steps in (3, 6, 3, 10**9):  # stopped after so many, and at last not at all
+        left = iter(range(steps))
+        with contextlib.suppress(StoppedError):
+            run(config, tmp_path / "broken", stop=lambda left=left, last=steps - 1: next(left) == last)
     assert_same(tmp_path / "whole", tmp_path / "broken")
 
 
@@ -111,16 +107,16 @@ def test_a_result_that_is_there_is_not_computed_again(tmp_path):
 
 
 def test_when_the_test_split_is_read(tmp_path):
-    for when, times in (("never", 0), ("end", 1), ("epochs", 2)):  # all in one folder: none is taken for another
+    for when, times in (("never", 0), ("end", 1), ("epochs", 3)):  # all in one folder: none is taken for another
         result = run(Config("logistic", "SGD", 0.1, **SMALL, test=when), tmp_path)
-        assert len(result["epochs"]["test_loss"]) == times
-        assert len(result["epochs"]["valid_loss"]) == 2
+        assert sum(map(math.isfinite, result["evaluations"]["test_loss"])) == times
+        assert sum(map(math.isfinite, result["evaluations"]["valid_loss"])) == 3
 
 
 def test_divergence_is_recorded(tmp_path):
     result = run(Config("digits", "SGD", 1e6, **SMALL), tmp_path)
     assert result["diverged"]
-    assert not math.isfinite(result["steps"]["loss"][-1])
+    assert not math.isfinite(result["losses"][-1])
 
 
 def test_batches_depend_on_seed_and_epoch_alone():
@@ -132,25 +128,28 @@ def test_batches_depend_on_seed_and_epoch_alone():
 
 
 def test_splits_do_not_overlap_and_never_change():
-    splits = TASKS["digits"].load(None)
+    splits = TASKS["digits"]().load(None)
     rows = [set(map(tuple, s.x.flatten(1).tolist())) for s in splits]
     assert [len(s) for s in splits] == [1077, 360, 360]
     assert len(rows[0] & rows[2]) <= 2  # two digits are the same image twice in the data themselves
-    again = TASKS["digits"].load(None)
+    again = TASKS["digits"]().load(None)
     assert torch.equal(splits.valid.x, again.valid.x)
 
 
 def test_lambda_is_logged(tmp_path):
     result = run(Config("digits", "VRSGD", 0.05, **SMALL, log_every=1), tmp_path)
-    assert len(result["steps"]["effective_lambda"]) == len(result["steps"]["loss"])
-    assert result["steps"]["effective_lambda"][0] == pytest.approx(1)
-    assert 1 < result["steps"]["effective_lambda"][-1] <= 3
+    found = result["statistics"]
+    assert found["step"] == list(range(1, len(result["losses"]) + 1))
+    assert found["lambda"][0] == pytest.approx(1)
+    assert 1 < found["lambda"][-1] <= 3
+    assert set(found) >= {"lambda/0.weight", "rho/0", "noise_scale/0", "rho", "noise_scale", "lambda/mean"}
+    assert {len(values) for values in found.values()} == {len(found["step"])}
 
 
 def test_unknown_names():
     with pytest.raises(ValueError, match=r"no task 'digit'; there are: digits, .* Did you mean 'digits'\?"):
         task("digit")
-    with pytest.raises(ValueError, match=r"no optimizer 'VRSDG'; there are: SGD, "):
+    with pytest.raises(ValueError, match=r"no optimizer 'VRSDG'; there are: SGD, .* Did you mean 'VRSGD'\?"):
         Run(Config("digits", "VRSDG", 0.1))
 
 

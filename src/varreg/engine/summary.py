@@ -32,6 +32,11 @@ class Row:
         return self.grad_norm / noise if noise else math.inf
 
     @property
+    def rho(self) -> float:
+        """ρ of the whole: Σ v²/|ḡ|²."""
+        return self.trace * (self.count - 1) / self.count / self.grad_norm**2 if self.grad_norm else math.nan
+
+    @property
     def noise_scale(self) -> float:
         """tr Σ/|g|²: the batch size at which noise and signal are equal. Infinite where the signal drowns in the noise."""
         signal = self.grad_norm**2 - self.trace / self.count
@@ -65,6 +70,11 @@ class Summary:
 
     layers: list[Row]
     model: Row | None
+
+    def as_dict(self) -> dict[str, float]:
+        """Flat numbers for a logger: `rho/conv1`, `snr/conv1`, `noise_scale/conv1`, …, and `rho`, `snr`, `noise_scale` of the model."""
+        rows = [(f"/{r.name}", r) for r in self.layers] + ([("", self.model)] if self.model else [])
+        return {f"{what}{at}": getattr(r, what) for at, r in rows for what in ("rho", "snr", "noise_scale")}
 
     def __str__(self) -> str:
         if self.model is None:

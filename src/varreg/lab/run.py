@@ -6,11 +6,12 @@ ends bit for bit as one that was not: batches depend on the seed and the step al
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 import varreg
-from varreg.lab import store
-from varreg.lab.tasks import Split, Splits, task
+from varreg.lab import names, optimizers, store, tasks
+from varreg.lab.environment import environment
+from varreg.lab.tasks import Split, Splits, Task
 
-OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
-    name: getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "NAdam", "RMSprop", "Adagrad", "Adadelta")
-} | {name: getattr(varreg, name) for name in varreg.__all__ if name.startswith("VR")}
+EVALUATED = 10_000
+"""At most so many training samples are looked at to evaluate the training loss: always the same ones."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +41,19 @@ class Config:
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the optimizer."""
     log_every: int = 10
-    """Steps between two looks at λ."""
+    """Steps between two looks at λ, ρ and the noise."""
     test: Literal["never", "end", "epochs"] = "never"
     """When the test split is read: never where choices are made, at the end for a verdict, after every epoch for a figure."""
 
     @property
     def name(self) -> str:
         """Of the folder: what a person looks for, and a checksum of all of it, so that no two runs share one."""
-        options = "".join(f" {k}={v}" for k, v in sorted(self.options.items()))
         whole = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:8]
-        return f"{self.task} {self.optimizer}{options} lr={self.lr:g} seed={self.seed} {whole}"
+        said = f"{self.task} {names.spell(self.optimizer, self.options)} lr={self.lr:g} seed={self.seed}"
+        return f"{said.replace('/', '-')[:160]} {whole}"
 
 
+@functools.lru_cache(maxsize=2)
 def batches(n: int, batch: int, seed: int, epoch: int) -> tuple[Tensor, ...]:
     """The indices of an epoch's batches; what is left at its end is left out, so that all batches are of one size."""
     order = torch.randperm(n, generator=torch.Generator().manual_seed(1_000_003 * seed + epoch))
@@ -59,100 +61,145 @@ def batches(n: int, batch: int, seed: int, epoch: int) -> tuple[Tensor, ...]:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, split: Split, loss: Callable[[Tensor, Tensor], Tensor], batch: int = 1000) -> tuple[float, float]:
-    """Mean loss and accuracy."""
-    was, total, right = model.training, 0.0, 0
+def evaluate(model: nn.Module, split: Split, task: Task, batch: int = 250) -> tuple[float, float]:
+    """Mean loss and accuracy; nan where there is none."""
+    was, total, right = model.training, 0.0, 0.0 if task.accuracy and len(split) else math.nan
     model.eval()
     for x, y in zip(split.x.split(batch), split.y.split(batch), strict=True):
         output = model(x)
-        total += float(loss(output, y)) * len(y)
-        right += int((output.argmax(1) == y).sum())
+        total += float(task.loss(output, y)) * len(y)
+        right += float(task.accuracy(output, y)) * len(y) if task.accuracy else 0.0
     model.train(was)
-    return total / len(split), right / len(split)
+    return (total / len(split), right / len(split)) if len(split) else (math.nan, math.nan)
 
 
-def mean_lambda(optimizer: Any) -> tuple[float, float]:
-    """λ of the last step: its mean, and its mean weighted by squared gradients; nan where there was none."""
-    count = plain = weighted = weight = 0.0
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            lam = optimizer.lambda_of(p)
-            if lam is not None and p.grad is not None:
-                square = p.grad.square()
-                count += p.numel()
-                plain += float(lam.mean()) * p.numel()
-                weighted += float((square * lam).sum())
-                weight += float(square.sum())
-    return plain / count if count else math.nan, weighted / weight if weight else math.nan
+def effective_lambdas(optimizer: Any, named: Sequence[tuple[str, Tensor]]) -> dict[str, float]:
+    """λ of the last step: its mean, weighted by squared gradients, of each parameter and ("") of all; and ("mean") its plain mean over all."""
+    out, weighted, weight, plain, count = {}, 0.0, 0.0, 0.0, 0
+    for name, p in named:
+        lam = optimizer.lambda_of(p)
+        if lam is None or p.grad is None:
+            continue
+        square = p.grad.square()
+        a, b = float((square * lam).sum()), float(square.sum())
+        out[name] = a / b if b else math.nan
+        weighted, weight, plain, count = weighted + a, weight + b, plain + float(lam.mean()) * p.numel(), count + p.numel()
+    return {**out, "": weighted / weight, "mean": plain / count} if weight else out
 
 
 class Run:
     """A run in progress: what a checkpoint holds."""
 
     def __init__(self, config: Config, splits: Splits | None = None, data_dir: Path | None = None):
-        self.config, self.task = config, task(config.task)
-        if config.optimizer not in OPTIMIZERS:
-            raise ValueError(f"varreg: there is no optimizer {config.optimizer!r}; there are: {', '.join(OPTIMIZERS)}.")
-        self.splits = splits or self.task.load(data_dir)
+        self.config, self.task = config, tasks.task(config.task)
+        optimizers.check(config.optimizer, config.options)
+        if self.task.stream is not None and config.optimizer == "SVRG":
+            raise ValueError(f"varreg: SVRG needs the gradient of all samples, and task {config.task!r} is a stream without end.")
+        self.splits = splits or tasks.load(config.task, data_dir)
+        self.per_epoch = len(self.splits.train) // config.batch
+        self.total = self.per_epoch * config.epochs
+        if not self.total:
+            raise ValueError(
+                f"varreg: {config.epochs} epochs of {len(self.splits.train)} samples hold no batch of {config.batch}."
+            )
         torch.manual_seed(config.seed)
         self.model = self.task.model()
-        self.optimizer = OPTIMIZERS[config.optimizer](self.model.parameters(), lr=config.lr, **config.options)  # type: ignore[call-arg]
-        if hasattr(self.optimizer, "lambda_of"):
-            varreg.observe(self.model)
+        self.named = list(self.model.named_parameters())
+        self.optimizer: Any = optimizers.build(config.optimizer, self.named, config.lr, config.options)
+        self.observer = varreg.observe(self.model) if optimizers.entry(config.optimizer).regularized else None
+        self.seen = Split(self.splits.train.x[:EVALUATED], self.splits.train.y[:EVALUATED])
         self.step, self.seconds = 0, 0.0
-        self.steps: dict[str, list[float]] = {"loss": [], "mean_lambda": [], "effective_lambda": []}
-        self.epochs: dict[str, list[float]] = {f"{split}_{what}": [] for split in Splits._fields for what in ("loss", "accuracy")}
+        self.losses: list[float] = []
+        columns = ("step", "seconds", *(f"{split}_{what}" for split in Splits._fields for what in ("loss", "accuracy")))
+        self.evaluations: dict[str, list[float]] = {column: [] for column in columns}
+        self.statistics: dict[str, list[float]] = {"step": []}
+
+    _KEPT = ("step", "seconds", "losses", "evaluations", "statistics")
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "step": self.step,
-            "seconds": self.seconds,
-            "steps": self.steps,
-            "epochs": self.epochs,
-            "rng": torch.get_rng_state(),
-        }
+        kept = {name: getattr(self, name) for name in self._KEPT}
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "rng": torch.get_rng_state(), **kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        for name in ("step", "seconds", "steps", "epochs"):
-            setattr(self, name, state[name])
         torch.set_rng_state(state["rng"])
+        for name in self._KEPT:
+            setattr(self, name, state[name])
 
-    def train(self, until: int) -> None:
-        """Up to step `until`, which is not beyond the end of the epoch."""
+    def batch(self) -> Split:
         config, train = self.config, self.splits.train
-        per_epoch = len(train) // config.batch
-        order = batches(len(train), config.batch, config.seed, self.step // per_epoch)
-        start = time.perf_counter()
-        for index in order[self.step % per_epoch : until - self.step // per_epoch * per_epoch]:
-            self.optimizer.zero_grad()
-            loss = self.task.loss(self.model(train.x[index]), train.y[index])
-            loss.backward()
-            self.optimizer.step()
-            self.steps["loss"].append(loss.item())
-            self.step += 1
-            if self.step % config.log_every == 0 and hasattr(self.optimizer, "lambda_of"):
-                mean, effective = mean_lambda(self.optimizer)
-                self.steps["mean_lambda"].append(mean)
-                self.steps["effective_lambda"].append(effective)
-        self.seconds += time.perf_counter() - start
-        if self.step % per_epoch == 0:
-            last = self.step == self.total
-            for name, split in zip(Splits._fields, self.splits, strict=True):
-                if name != "test" or config.test == "epochs" or (config.test == "end" and last):
-                    for what, value in zip(("loss", "accuracy"), evaluate(self.model, split, self.task.loss), strict=True):
-                        self.epochs[f"{name}_{what}"].append(value)
+        if self.task.stream is not None:
+            return self.task.stream(config.seed, self.step, config.batch)
+        index = batches(len(train), config.batch, config.seed, self.step // self.per_epoch)[self.step % self.per_epoch]
+        return Split(train.x[index], train.y[index])
 
-    @property
-    def total(self) -> int:
-        return len(self.splits.train) // self.config.batch * self.config.epochs
+    def advance(self) -> None:
+        """One step, with the evaluations that are due before and after it."""
+        if self.step == 0:
+            self.evaluate()
+        start = time.perf_counter()
+        if hasattr(self.optimizer, "snapshot") and self.step % self.per_epoch == 0:
+            self.optimizer.snapshot(self.full_gradient)
+        x, y = self.batch()
+
+        def closure() -> Tensor:
+            self.optimizer.zero_grad()
+            loss = self.task.loss(self.model(x), y)
+            loss.backward()
+            return loss
+
+        self.losses.append(self.optimizer.step(closure).item())
+        self.seconds += time.perf_counter() - start
+        self.step += 1
+        if self.observer is not None and (self.step % self.config.log_every == 0 or self.step == 1):
+            self.measure()
+        if self.step % self.per_epoch == 0:
+            self.evaluate()
+
+    def full_gradient(self) -> None:
+        """The gradient of the mean over all training samples."""
+        train, n = self.splits.train, len(self.splits.train)
+        self.optimizer.zero_grad()
+        for x, y in zip(train.x.split(1000), train.y.split(1000), strict=True):
+            (self.task.loss(self.model(x), y) * (len(y) / n)).backward()
+
+    def evaluate(self) -> None:
+        record = {"step": self.step, "seconds": self.seconds}
+        for name, split in zip(Splits._fields, (self.seen, *self.splits[1:]), strict=True):
+            if name != "test" or self.config.test == "epochs" or (self.config.test == "end" and self.step == self.total):
+                record[f"{name}_loss"], record[f"{name}_accuracy"] = evaluate(self.model, split, self.task)
+        for key, values in self.evaluations.items():
+            values.append(record.get(key, math.nan))
+
+    def measure(self) -> None:
+        """λ, ρ and the noise scale, of all and layer by layer."""
+        assert self.observer is not None
+        record = {f"lambda/{k}".rstrip("/"): v for k, v in effective_lambdas(self.optimizer, self.named).items()}
+        record |= {k: v for k, v in self.observer.summary().as_dict().items() if not k.startswith("snr")}
+        past = len(self.statistics["step"])
+        self.statistics["step"].append(self.step)
+        for key in record.keys() | (self.statistics.keys() - {"step"}):
+            self.statistics.setdefault(key, [math.nan] * past).append(record.get(key, math.nan))
 
     @property
     def diverged(self) -> bool:
-        return bool(self.steps["loss"]) and not math.isfinite(self.steps["loss"][-1])
+        return bool(self.losses) and not math.isfinite(self.losses[-1])
+
+    def result(self) -> dict[str, Any]:
+        kept = {name: getattr(self, name) for name in self._KEPT}
+        kept["statistics"] = {key: kept["statistics"][key] for key in sorted(kept["statistics"])}
+        return {"config": asdict(self.config), "environment": environment(), "diverged": self.diverged, **kept}
+
+
+def read_result(folder: Path) -> dict[str, Any] | None:
+    """The result in a run's folder, or None where it did not end yet."""
+    path = folder / "result.json"
+    return store.read_json(path) if path.exists() else None
+
+
+class StoppedError(Exception):
+    """A run that was asked to stop, and can be gone on with."""
 
 
 def run(
@@ -160,35 +207,43 @@ def run(
     folder: Path,
     splits: Splits | None = None,
     data_dir: Path | None = None,
-    every: int = 200,
+    every: float = 5.0,
     progress: Callable[[int, int], None] = lambda step, total: None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """Train to the end, from wherever the folder says it was, with a checkpoint `every` steps; the result, as in `result.json`."""
+    """Train to the end, from wherever the folder says it was, with a checkpoint `every` so many seconds; the result, as in `result.json`.
+
+    `progress` is told the step and their number now and then; once `stop()` is true, a last checkpoint is written and `StoppedError` raised.
+    """
     folder = folder / config.name
     store.check_writable(folder)
+    with store.alone(folder, "this run"):
+        done = read_result(folder)
+        return done if done is not None else _train(Run(config, splits, data_dir), folder, every, progress, stop)
+
+
+def _train(
+    going: Run, folder: Path, every: float, progress: Callable[[int, int], None], stop: Callable[[], bool]
+) -> dict[str, Any]:
+    config = going.config
     store.sweep(folder)
-    if (folder / "result.json").exists():
-        done: dict[str, Any] = json.loads((folder / "result.json").read_text())
-        return done
-    going = Run(config, splits, data_dir)
-    store.write_json(folder / "config.json", asdict(config))
+    store.write_json(folder / "config.json", {"config": asdict(config), "environment": environment()})
     if (folder / "checkpoint.pt").exists():
         going.load_state_dict(torch.load(folder / "checkpoint.pt", weights_only=True))
-    per_epoch = going.total // config.epochs
+    saved = shown = time.monotonic()
     while going.step < going.total and not going.diverged:
-        end_of_epoch = (going.step // per_epoch + 1) * per_epoch
-        going.train(min(end_of_epoch, going.step + every))
-        store.write_tensors(folder / "checkpoint.pt", going.state_dict())
-        progress(going.step, going.total)
+        going.advance()
+        now, stopped = time.monotonic(), stop()
+        if now - saved >= every or stopped:
+            store.write_tensors(folder / "checkpoint.pt", going.state_dict())
+            saved = time.monotonic()
+        if now - shown >= min(every, 0.2):
+            progress(going.step, going.total)
+            shown = now
+        if stopped:
+            raise StoppedError(config.name)
     store.write_tensors(folder / "weights.pt", going.model.state_dict())
-    result = {
-        "config": asdict(config),
-        "step": going.step,
-        "diverged": going.diverged,
-        "seconds": going.seconds,
-        "steps": going.steps,
-        "epochs": going.epochs,
-    }
-    store.write_json(folder / "result.json", result)
+    store.write_json(folder / "result.json", going.result())
     (folder / "checkpoint.pt").unlink(missing_ok=True)
-    return result
+    done: dict[str, Any] = store.read_json(folder / "result.json")
+    return done

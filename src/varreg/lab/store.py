@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import math
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import filelock
 import torch
 
 
@@ -26,7 +30,32 @@ def write(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    write(path, (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=True) + "\n").encode())
+    """A number that is not finite, which JSON does not have, is written as the word for it: "nan", "inf", "-inf"."""
+    write(path, (json.dumps(_to_json(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    """What `write_json` wrote."""
+    return _from_json(json.loads(path.read_text(encoding="utf-8")))
+
+
+_WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {k: _to_json(v) for k, v in value.items()}
+    return [_to_json(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _from_json(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_from_json(v) for v in value]
+    return _WORDS.get(value, value) if isinstance(value, str) else value
 
 
 def write_tensors(path: Path, value: Any) -> None:
@@ -34,6 +63,16 @@ def write_tensors(path: Path, value: Any) -> None:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     write(path, buffer.getvalue())
+
+
+@contextlib.contextmanager
+def alone(folder: Path, what: str) -> Iterator[None]:
+    """No two processes at work on one folder. A lock ends with its process, however that ends."""
+    try:
+        with filelock.FileLock(folder / ".lock", timeout=10):
+            yield
+    except filelock.Timeout:
+        raise ValueError(f"varreg: another process is at work on {what}, in {folder}. Wait for it, or end it.") from None
 
 
 def sweep(folder: Path) -> None:

@@ -1,9 +1,13 @@
-"""What is trained: data, a model for it, and a budget."""
+"""What is trained: data, a model for it, and a budget. Each task is a function; its arguments are the task's options."""
 
 from __future__ import annotations
 
-import difflib
+import functools
+import importlib
+import math
+import pydoc_data.topics
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +16,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from varreg.lab import data, models
+from varreg.lab import data, models, names
 
 
 class Split(NamedTuple):
@@ -33,15 +37,28 @@ class Splits(NamedTuple):
     test: Split
 
 
-class Task(NamedTuple):
-    name: str
+def right(output: Tensor, y: Tensor) -> Tensor:
+    """The share of right answers, where the last dimension of the output holds a score for each class."""
+    return (output.argmax(-1) == y).float().mean()
+
+
+@dataclass(frozen=True)
+class Task:
+    """Data, a model for it, and a budget."""
+
     about: str
     load: Callable[[Path | None], Splits]
+    """From a data folder, or None, to the three splits."""
     model: Callable[[], nn.Module]
+    """A new model, from torch's random state."""
     batch: int
     epochs: int
     loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
-    """A mean over samples."""
+    """Of the model's output and the targets; a mean over samples."""
+    accuracy: Callable[[Tensor, Tensor], Tensor] | None = right
+    """A mean over samples, or None where there is no such thing."""
+    stream: Callable[[int, int, int], Split] | None = None
+    """Fresh samples for (seed, step, batch), in place of passes over `train`, which is then only evaluated."""
 
 
 def unit_norm(images: data.Images) -> Split:
@@ -52,47 +69,156 @@ def unit_norm(images: data.Images) -> Split:
 
 def hold_out(train: Split, test: Split, valid: int) -> Splits:
     """The last `valid` training samples, in an order that is always the same, are for choices."""
+    if not 0 <= valid < len(train):
+        raise ValueError(f"varreg: valid={valid} samples cannot be held out of {len(train)}.")
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
-    fit, choose = order[:-valid], order[-valid:]
+    fit, choose = order[: len(train) - valid], order[len(train) - valid :]
     return Splits(Split(train.x[fit], train.y[fit]), Split(train.x[choose], train.y[choose]), test)
 
 
 def _digits(data_dir: Path | None) -> Splits:
-    digits = load_digits()
-    x, y = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(digits.target)
+    embedded = load_digits()
+    x, y = torch.tensor(embedded.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(embedded.target)
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
     train, test = order[:-360], order[-360:]
     return hold_out(Split(x[train], y[train]), Split(x[test], y[test]), 360)
 
 
-def _fashion_mnist(data_dir: Path | None) -> Splits:
+def _fashion_mnist(valid: int, data_dir: Path | None) -> Splits:
     train, test = data.fashion_mnist(data_dir)
-    return hold_out(unit_norm(train), unit_norm(test), 10_000)
+    return hold_out(unit_norm(train), unit_norm(test), valid)
 
 
-def _cifar10(data_dir: Path | None) -> Splits:
+def _cifar10(valid: int, data_dir: Path | None) -> Splits:
     train, test = data.cifar10(data_dir)
-    return hold_out(unit_norm(train), unit_norm(test), 5_000)
+    return hold_out(unit_norm(train), unit_norm(test), valid)
 
 
-def _logistic() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+def digits() -> Task:
+    """scikit-learn's embedded 8 × 8 digits, a small CNN."""
+    return Task("scikit-learn's embedded 8 × 8 digits, a small CNN", _digits, models.digits_cnn, 64, 20)
 
 
-TASKS = {
-    task.name: task
-    for task in (
-        Task("digits", "scikit-learn's embedded 8 × 8 digits, a small CNN", _digits, models.digits_cnn, 64, 20),
-        Task("logistic", "the same digits, logistic regression: convex", _digits, _logistic, 64, 20),
-        Task("fashion-mnist", "the paper's CNN on Fashion-MNIST", _fashion_mnist, models.paper_cnn, 100, 20),
-        Task("cifar10-lenet", "LeNet on CIFAR-10, as in the paper", _cifar10, models.lenet, 100, 20),
+def logistic() -> Task:
+    """Logistic regression on the same digits: convex."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+    return Task("logistic regression on scikit-learn's digits: convex", _digits, model, 64, 20)
+
+
+def fashion_mnist(valid: int = 10_000) -> Task:
+    """The paper's CNN on Fashion-MNIST."""
+    return Task("the paper's CNN on Fashion-MNIST", functools.partial(_fashion_mnist, valid), models.paper_cnn, 100, 20)
+
+
+def cifar10_lenet(valid: int = 5_000) -> Task:
+    """LeNet on CIFAR-10, as in the paper."""
+    return Task("LeNet on CIFAR-10, as in the paper", functools.partial(_cifar10, valid), models.lenet, 100, 20)
+
+
+def cifar10_resnet(valid: int = 5_000, width: int = 16) -> Task:
+    """ResNet-18 with GroupNorm on CIFAR-10."""
+    about = f"ResNet-18 of width {width} with GroupNorm on CIFAR-10"
+    return Task(about, functools.partial(_cifar10, valid), functools.partial(models.resnet18, width), 100, 10)
+
+
+def per_token(output: Tensor, y: Tensor) -> Tensor:
+    """The mean over samples of the mean over a sample's tokens."""
+    return F.cross_entropy(output.flatten(0, -2), y.flatten())
+
+
+def char_gpt(context: int = 64, layers: int = 2, width: int = 64) -> Task:
+    """A character-level GPT on the help texts that come with Python."""
+
+    def load(data_dir: Path | None) -> Splits:
+        text = "".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
+        codes = torch.tensor([min(ord(c), 127) for c in text])
+        windows = codes[: (len(codes) - 1) // context * context + 1].unfold(0, context + 1, context)
+        every = Split(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
+        a, b = int(0.8 * len(every)), int(0.9 * len(every))
+        return Splits(*(Split(every.x[i:j], every.y[i:j]) for i, j in ((0, a), (a, b), (b, len(every)))))
+
+    def model() -> nn.Module:
+        return models.GPT(layers, width, max(1, width // 32), 128, context)
+
+    about = f"a character-level GPT ({layers} × {width}, context {context}) on the help texts that come with Python"
+    return Task(about, load, model, 32, 10, per_token)
+
+
+def stream(spread: float = 1.0, noise: float = 1.0, dimension: int = 20) -> Task:
+    """Linear regression on a stream whose noise changes from batch to batch.
+
+    Targets are x·w* + σ_t·ε, with log σ_t² normal of standard deviation 2·`spread` and mean σ_t² = `noise`² for every spread: at 0 all
+    batches are equally noisy, at 2 a few are very noisy and most are nearly clean. Evaluation is without noise.
+    """
+    if spread < 0 or noise < 0 or dimension < 1:
+        raise ValueError(f"varreg: stream needs spread ≥ 0, noise ≥ 0 and dimension ≥ 1; got {spread}, {noise}, {dimension}.")
+    truth = torch.randn(dimension, generator=torch.Generator().manual_seed(0)) / math.sqrt(dimension)
+
+    def clean(n: int, seed: int) -> Split:
+        x = torch.randn(n, dimension, generator=torch.Generator().manual_seed(seed))
+        return Split(x, (x @ truth).unsqueeze(1))
+
+    def fresh(seed: int, step: int, batch: int) -> Split:
+        generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) + step)
+        x = torch.randn(batch, dimension, generator=generator)
+        sigma = noise * math.exp(spread * float(torch.randn((), generator=generator)) - spread**2)
+        return Split(x, (x @ truth + sigma * torch.randn(batch, generator=generator)).unsqueeze(1))
+
+    def load(data_dir: Path | None) -> Splits:
+        return Splits(clean(3200, -1), clean(1000, -2), clean(1000, -3))
+
+    about = (
+        f"linear regression on a stream, noise of mean square {noise**2:g} that changes from batch to batch (spread {spread:g})"
     )
+    return Task(about, load, lambda: nn.Linear(dimension, 1), 32, 10, F.mse_loss, None, fresh)
+
+
+TASKS: dict[str, Callable[..., Task]] = {
+    "digits": digits,
+    "logistic": logistic,
+    "stream": stream,
+    "char-gpt": char_gpt,
+    "fashion-mnist": fashion_mnist,
+    "cifar10-lenet": cifar10_lenet,
+    "cifar10-resnet": cifar10_resnet,
 }
 
 
-def task(name: str) -> Task:
-    if name not in TASKS:
-        near = difflib.get_close_matches(name, TASKS, 1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"varreg: there is no task {name!r}; there are: {', '.join(TASKS)}.{hint}")
-    return TASKS[name]
+@functools.cache
+def task(spec: str) -> Task:
+    """By its name, with options (`stream:spread=2`), or a function of your own that returns a `Task` (`package.module:function,option=value`)."""
+    name, _, rest = spec.partition(":")
+    function, _, rest_of_own = rest.partition(",")
+    if name in TASKS:
+        made = names.call(TASKS[name], names.options(rest, spec), f"task {name!r}")
+    elif rest and "=" not in function:
+        made = names.call(imported(name, function), names.options(rest_of_own, spec), f"task {name}:{function}")
+    else:
+        raise names.unknown("task", name, TASKS)
+    if not isinstance(made, Task):
+        raise ValueError(f"varreg: {spec} must return a varreg.lab.Task, and returned {type(made).__name__}.")
+    return made
+
+
+def imported(module: str, function: str) -> Callable[..., Task]:
+    try:
+        found: Callable[..., Task] = getattr(importlib.import_module(module), function)
+    except ModuleNotFoundError as error:
+        known = ", ".join(TASKS)
+        raise ValueError(f"varreg: {module}:{function} cannot be imported ({error}). Tasks by name: {known}.") from error
+    except AttributeError as error:
+        raise ValueError(f"varreg: module {module!r} has no {function!r}.") from error
+    return found
+
+
+@functools.lru_cache(maxsize=1)
+def load(spec: str, data_dir: Path | None) -> Splits:
+    """The splits of a task, read once in a process and checked."""
+    splits = task(spec).load(data_dir)
+    for name, split in zip(Splits._fields, splits, strict=True):
+        if len(split.x) != len(split.y):
+            raise ValueError(f"varreg: the {name} split of task {spec} has {len(split.x)} inputs and {len(split.y)} targets.")
+    return Splits(*splits)

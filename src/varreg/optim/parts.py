@@ -53,6 +53,10 @@ class Work:
         """λ of the whole parameter."""
         return self.lambdas[0] if len(self.lambdas) == 1 else torch.cat(self.lambdas).view_as(self.p)
 
+    @lam.setter
+    def lam(self, value: Tensor) -> None:
+        self.lambdas = [value]
+
 
 class Part:
     """Elements that are worked on together: of one parameter, or of several small ones, one after the other.

@@ -242,11 +242,16 @@ class Regularized(Optimizer):
         for part in parts(w for w in works if w.group["per"] == "element"):
             part.put_back(self._lambdas_of(part, *self._increment_of(part)))
         for w in works:
-            if w.group["per"] == "element":
-                self._apply(w, w.lam)
-            elif w.group["per"] == "tensor":
-                self._apply(w, self._lambdas_of(w, *self._spread(w)))
+            if w.group["per"] == "tensor":
+                w.lam = self._lambdas_of(w, *self._spread(w))
         self._regularize_model([w for w in works if w.group["per"] == "model"])
+        for w in works:
+            if w.group["calibrate"]:
+                recent, total, steps = (w.state[key] for key in _CALIBRATION)
+                w.lam = calibrated(w.lam, recent, total, steps, w.group["lambda_min"], w.group["lambda_max"])
+        self._replace_lambda(works)
+        for w in works:
+            self._apply(w)
 
     def _regularize_model(self, works: list[Work]) -> None:
         """One ρ and one history for all. Each state has a copy of the history, since a state dict knows nothing but parameters."""
@@ -263,7 +268,7 @@ class Regularized(Optimizer):
                     if key in self.state.get(p, {}):
                         self.state[p][key].copy_(lead.state[key])
         for w in works:
-            self._apply(w, regularizer(rho, rho_bar, w.group).to(w.state["vr_history"]))
+            w.lam = regularizer(rho, rho_bar, w.group).to(w.state["vr_history"])
 
     def _spread(self, w: Work) -> tuple[Tensor, Tensor]:
         """√Σδ̄² and Σσ² over all elements of which the variance is known."""
@@ -312,12 +317,9 @@ class Regularized(Optimizer):
         present = w["square"] if isinstance(w, Part) else None
         return lambdas(variance, delta, w["vr_history"], w["vr_count"], w.moments.count, w.group, present)
 
-    def _apply(self, w: Work, lam: Tensor) -> None:
+    def _apply(self, w: Work) -> None:
         """x + λ·(x' − x). Decoupled weight decay is not part of an increment: it moves x before."""
-        p, group = w.p, w.group
-        if group["calibrate"]:
-            recent, total, steps = (w.state[key] for key in _CALIBRATION)
-            lam = calibrated(lam, recent, total, steps, group["lambda_min"], group["lambda_max"])
+        p, group, lam = w.p, w.group, w.lam
         if group.get("decoupled_weight_decay") and not self._scales_decay:
             w.x.mul_(1 - float(group["lr"]) * float(group["weight_decay"]))
         if p.dtype == lam.dtype:
@@ -331,6 +333,9 @@ class Regularized(Optimizer):
     def _accumulators(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Names of the sums that `_increment` keeps in the state, each of the parameter's shape."""
         return ()
+
+    def _replace_lambda(self, works: list[Work]) -> None:
+        """For experiments: a last word on `w.lam`, when those of all parameters are known and none is applied."""
 
     def _increment(self, part: Part) -> tuple[Tensor, Tensor]:
         """δ̄ and its variance, after the base's step, for a part of a parameter.

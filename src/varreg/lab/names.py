@@ -1,0 +1,76 @@
+"""Names on the command line: `name:option=value,option=value`, and what is said of a name that nobody knows."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+def parse(text: str) -> tuple[str, dict[str, Any]]:
+    """A name and its options; values are read as Python's where they are such, and are words otherwise.
+
+    >>> parse("VRSGD:momentum=0.9,history=geometric,nesterov=True")
+    ('VRSGD', {'momentum': 0.9, 'history': 'geometric', 'nesterov': True})
+    """
+    name, _, rest = text.partition(":")
+    return name, options(rest, text)
+
+
+def options(text: str, whole: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for part in filter(None, _split(text)):
+        key, equals, value = part.partition("=")
+        if not equals or not key.strip().isidentifier():
+            raise ValueError(
+                f"varreg: {whole!r} has {part!r} where option=value is expected, as in name:option=value,option=value."
+            )
+        if key.strip() in found:
+            raise ValueError(f"varreg: {whole!r} gives {key.strip()} twice.")
+        try:
+            found[key.strip()] = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError):
+            found[key.strip()] = value.strip()
+    return found
+
+
+def _split(text: str) -> list[str]:
+    """At commas that are not within brackets."""
+    parts, depth = [""], 0
+    for c in text:
+        depth += (c in "([{") - (c in ")]}")
+        if c == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += c
+    return parts
+
+
+def spell(name: str, options: dict[str, Any]) -> str:
+    """The inverse of `parse`.
+
+    >>> spell("VRSGD", {"momentum": 0.9, "history": "geometric"})
+    'VRSGD:momentum=0.9,history=geometric'
+    """
+    return name + ("" if not options else ":" + ",".join(f"{k}={v}" for k, v in options.items()))
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
+    """An error that lists what there is, and names the nearest."""
+    known = list(known)
+    lower = {k.lower(): k for k in known}
+    near = difflib.get_close_matches(name.lower(), lower, 1)
+    hint = f" Did you mean {lower[near[0]]!r}?" if near else ""
+    return ValueError(f"varreg: there is no {kind} {name!r}; there are: {', '.join(known)}.{hint}")
+
+
+def call(function: Callable[..., Any], options: dict[str, Any], what: str) -> Any:
+    """With options that it takes; else an error that says which it takes."""
+    try:
+        inspect.signature(function).bind(**options)
+    except TypeError as error:
+        takes = ", ".join(str(p) for p in inspect.signature(function).parameters.values()) or "no options"
+        raise ValueError(f"varreg: {what}: {error}. It takes {takes}.") from None
+    return function(**options)

@@ -1,0 +1,93 @@
+"""Many runs at once: one process each, one thread each, so that results do not depend on how many there are."""
+
+from __future__ import annotations
+
+import concurrent.futures as futures
+import contextlib
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from varreg.lab.run import Config, StoppedError, run
+
+Result = dict[str, Any]
+_messages: Any = None
+_stop: Any = None
+
+
+def _start(messages: Any, stop: Any, paths: list[str]) -> None:
+    """In a new process."""
+    import sys
+
+    global _messages, _stop
+    _messages, _stop = messages, stop
+    sys.path[:0] = [path for path in paths if path not in sys.path]
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process decides, and tells the others
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)  # runs can be killed at any moment
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def _work(config: Config, folder: Path, data_dir: Path | None) -> Result | None:
+    if _stop.is_set():
+        return None
+    with contextlib.suppress(StoppedError):
+        _messages.put((config.name, 0, 1))
+        return run(
+            config, folder, None, data_dir, progress=lambda step, n: _messages.put((config.name, step, n)), stop=_stop.is_set
+        )
+    return None
+
+
+class Pool:
+    """Processes that are kept from one call to the next; use it in `with`."""
+
+    def __init__(self, jobs: int, data_dir: Path | None = None, paths: tuple[str, ...] = ()):
+        if jobs < 1:
+            raise ValueError(f"varreg: at least one job is needed; got {jobs}.")
+        context = multiprocessing.get_context("spawn")
+        self.data_dir, self.jobs = data_dir, jobs
+        self.messages, self.stop = context.Queue(), context.Event()
+        arguments = (self.messages, self.stop, list(paths))
+        self.executor = futures.ProcessPoolExecutor(jobs, context, _start, arguments)
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop.set()
+        self.executor.shutdown(cancel_futures=True)
+
+    def __call__(
+        self, configs: list[Config], folder: Path, progress: Callable[[str, int, int], None]
+    ) -> Iterator[tuple[Config, Result]]:
+        """Results as they come. Where the caller stops in between, by Ctrl-C say, runs under way save where they are, and can be gone on with."""
+        waiting = {self.executor.submit(_work, config, folder, self.data_dir): config for config in configs}
+        try:
+            while waiting:
+                done, _ = futures.wait(waiting, timeout=0.1, return_when=futures.FIRST_COMPLETED)
+                with contextlib.suppress(queue.Empty):
+                    while True:
+                        progress(*self.messages.get_nowait())
+                for future in done:
+                    config, result = waiting.pop(future), future.result()
+                    if result is not None:
+                        yield config, result
+        except futures.process.BrokenProcessPool as error:
+            raise RuntimeError(
+                "varreg: a process of the lab ended by itself: out of memory, or killed. The same command goes on; "
+                "with fewer --jobs it needs less memory."
+            ) from error
