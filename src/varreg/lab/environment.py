@@ -50,7 +50,7 @@ def environment() -> dict[str, Any]:
         "commit": _commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
         "cores": cores(),
         "threads": torch.get_num_threads(),

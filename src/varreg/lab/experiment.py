@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from varreg.lab import store
 from varreg.lab.environment import environment
 from varreg.lab.pool import Pool
-from varreg.lab.run import Config, read_result
+from varreg.lab.run import Config, Results, read_result
 
 
 class Experiment(Protocol):
@@ -24,7 +24,7 @@ class Experiment(Protocol):
         """All that the plan depends on."""
         ...
 
-    def plan(self, results: dict[str, dict[str, Any]]) -> list[Config]:
+    def plan(self, results: Results) -> list[Config]:
         """All runs that are known to be needed, given the results so far, by name. Pure."""
         ...
 
@@ -65,9 +65,9 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
-def results_of(experiment: Experiment, folder: Path) -> dict[str, dict[str, Any]]:
+def results_of(experiment: Experiment, folder: Path) -> Results:
     """Those that are there, by name."""
-    results: dict[str, dict[str, Any]] = {}
+    results: Results = {}
     while True:
         new = {}
         for config in experiment.plan(results):
@@ -80,9 +80,7 @@ def results_of(experiment: Experiment, folder: Path) -> dict[str, dict[str, Any]
         results |= new
 
 
-def carry_out(
-    experiment: Experiment, folder: Path, jobs: int, data_dir: Path | None, watcher: Watcher
-) -> dict[str, dict[str, Any]]:
+def carry_out(experiment: Experiment, folder: Path, jobs: int, data_dir: Path | None, watcher: Watcher) -> Results:
     """All runs, `jobs` at a time; those that are there are not run again."""
     with store.alone(folder, "this experiment"):
         results = results_of(experiment, folder)

@@ -6,10 +6,7 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from varreg.lab.run import Config
-
-Results = dict[str, dict[str, Any]]
-"""Of runs, by their names."""
+from varreg.lab.run import Config, Results
 
 TASKS = {"fashion-mnist": "fashion-mnist:valid=0", "cifar10": "cifar10-lenet:valid=0"}
 LR, BATCH, S = 0.01, 100, 2.0
@@ -61,3 +58,72 @@ def effective_lambda(result: dict[str, Any]) -> float:
     """λ over a whole run: the mean over time of its means weighted by squared gradients. 1 for an optimizer that has none."""
     values = [x for x in result["statistics"].get("lambda", []) if x == x]
     return statistics.fmean(values) if values else 1.0
+
+
+# What it says ------------------------------------------------------------------------------------------------------------------------
+
+METRICS = ("train_loss", "train_accuracy", "test_loss", "test_accuracy")
+
+
+def analyze(experiment: Reproduction, results: Results) -> dict[str, Any]:
+    """All that the report shows, in plain values: `results.json`. A pure function of saved results."""
+    arms = []
+    for name, configs in experiment.arms(results).items():
+        runs = [results[config.name] for config in configs if config.name in results]
+        if runs:
+            arms.append(
+                {
+                    "name": name,
+                    "optimizer": configs[0].optimizer,
+                    "lr": configs[0].lr,
+                    "options": configs[0].options,
+                    "seeds": [run["config"]["seed"] for run in runs],
+                    "diverged": sum(run["diverged"] for run in runs),
+                    "lambda": statistics.fmean(effective_lambda(run) for run in runs),
+                    **{metric: [run["evaluations"][metric][-1] for run in runs] for metric in METRICS},
+                    "curve": _mean([run["evaluations"]["train_loss"] for run in runs]),
+                }
+            )
+    complete = len(arms) == 4 and all(len(arm["seeds"]) == experiment.seeds for arm in arms)
+    warnings = [] if complete else ["This report is partial: not all runs have ended. The same command goes on."]
+    return {"complete": complete, "arms": arms, "warnings": warnings, "verdict": _sentences(arms) if complete else []}
+
+
+def _mean(curves: list[list[float]]) -> list[float]:
+    return [statistics.fmean(column) for column in zip(*curves, strict=False)]
+
+
+def _sentences(arms: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """What reproduces, and what explains it."""
+    sgd, printed, averaged, control = arms
+    loss = {arm["name"]: statistics.fmean(arm["train_loss"]) for arm in arms}
+    accuracy = {arm["name"]: 100 * statistics.fmean(arm["test_accuracy"]) for arm in arms}
+    epochs = len(sgd["curve"]) - 1
+
+    def first(arm: dict[str, Any]) -> int | None:
+        return next((i for i, x in enumerate(arm["curve"]) if x <= loss["SGD"]), None)
+
+    def said(arm: dict[str, Any]) -> str:
+        name = arm["name"]
+        span = f"{min(arm['train_loss']):.3f}–{max(arm['train_loss']):.3f}"
+        return f"{name}: training loss {loss[name]:.3f} ({span}), test accuracy {accuracy[name]:.1f} %"
+
+    gain = loss["SGD"] - loss[printed["name"]]
+    better = gain > 0 and max(printed["train_loss"]) < min(sgd["train_loss"])
+    reproduces = f"At learning rate {LR:g} and the same seeds, after {epochs} epochs: {said(sgd)}; {said(printed)}."
+    if better:
+        at = first(printed)
+        reproduces += f" VR-SGD needs {at} epochs for what SGD reaches in {epochs}. The paper's claim reproduces."
+    else:
+        reproduces += " That VR-SGD is faster does not reproduce here."
+    share = (loss["SGD"] - loss[control["name"]]) / gain if gain else float("nan")
+    at = first(control)
+    explains = (
+        f"But its effective λ was {printed['lambda']:.2f}: the step was simply longer. {said(control)}, with no variance in it, "
+        f"and {at} epochs for what SGD reaches in {epochs}."
+    )
+    if better:
+        explains += f" The longer step alone makes {100 * share:.0f} % of the gain in training loss."
+    other = f"With the history averaged, as the text has it, λ was {averaged['lambda']:.2f}. {said(averaged)}."
+    kind = "same" if better and share > 0.9 else "better" if better else "worse"
+    return [{"kind": kind, "headline": reproduces, "speed": explains, "why": other}]

@@ -24,6 +24,8 @@ from varreg.lab import names, optimizers, store, tasks
 from varreg.lab.environment import environment
 from varreg.lab.tasks import Split, Splits, Task
 
+Results = dict[str, dict[str, Any]]
+"""Of runs, by their names."""
 EVALUATED = 10_000
 """At most so many training samples are looked at to evaluate the training loss: always the same ones."""
 
@@ -101,6 +103,10 @@ class Run:
         if not self.total:
             raise ValueError(
                 f"varreg: {config.epochs} epochs of {len(self.splits.train)} samples hold no batch of {config.batch}."
+            )
+        if config.test != "epochs" and not len(self.splits.valid):
+            raise ValueError(
+                f"varreg: task {config.task!r} has no validation split, and choices are made on it: hold some samples out."
             )
         torch.manual_seed(config.seed)
         self.model = self.task.model()

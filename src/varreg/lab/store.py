@@ -15,6 +15,9 @@ from typing import Any
 import filelock
 import torch
 
+_UMASK = os.umask(0)
+os.umask(_UMASK)  # there is no other way to ask for it
+
 
 def write(path: Path, content: bytes) -> None:
     """Into a temporary file in the same folder, through to the disk, and then under its name, in place of what was there."""
@@ -23,6 +26,7 @@ def write(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+            Path(file.name).chmod(0o666 & ~_UMASK)
             Path(file.name).replace(path)
         except BaseException:
             Path(file.name).unlink(missing_ok=True)

@@ -96,7 +96,7 @@ def _cifar10(valid: int, data_dir: Path | None) -> Splits:
 
 def digits() -> Task:
     """scikit-learn's embedded 8 × 8 digits, a small CNN."""
-    return Task("scikit-learn's embedded 8 × 8 digits, a small CNN", _digits, models.digits_cnn, 64, 20)
+    return Task("scikit-learn's embedded 8 × 8 digits, a small CNN", _digits, models.digits_cnn, 64, 15)
 
 
 def logistic() -> Task:
@@ -105,7 +105,7 @@ def logistic() -> Task:
     def model() -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
 
-    return Task("logistic regression on scikit-learn's digits: convex", _digits, model, 64, 20)
+    return Task("logistic regression on scikit-learn's digits: convex", _digits, model, 64, 15)
 
 
 def fashion_mnist(valid: int = 10_000) -> Task:

@@ -1,0 +1,151 @@
+"""The command line: `varreg compare`, `varreg reproduce`, `varreg report`, `varreg list`."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+try:
+    import typer
+    from rich.console import Console
+except ImportError as error:  # the core needs torch alone
+    raise SystemExit(f"varreg: the command line needs the lab ({error}): pip install 'varreg[lab]'") from None
+
+from varreg.lab import compare as comparing
+from varreg.lab import experiment, names, report, reproduce
+from varreg.lab.environment import cores
+from varreg.lab.optimizers import OPTIMIZERS
+from varreg.lab.progress import Display
+from varreg.lab.tasks import TASKS
+from varreg.lab.verdict import text
+
+app = typer.Typer(
+    help="How much do the samples of a mini-batch disagree about a gradient, and does it help to know?",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Jobs = Annotated[int, typer.Option("--jobs", "-j", help="Runs at a time, one thread each; 0: as many as there are cores.", min=0)]
+Data = Annotated[
+    Path | None, typer.Option("--data-dir", help="Where data sets are; then $VARREG_DATA, the user's cache, and a download.")
+]
+Out = Annotated[Path | None, typer.Option("--out", "-o", help="The folder for runs and report. [default: runs/ and a name]")]
+
+
+def span(text: str | None) -> tuple[float, float] | None:
+    """`0.01:1`, a range."""
+    if text is None:
+        return None
+    try:
+        low, high = (float(part) for part in text.split(":"))
+    except ValueError:
+        raise ValueError(f"varreg: --lr must be low:high, as in 0.001:1; got {text!r}.") from None
+    return low, high
+
+
+def carry_out(made: Any, out: Path, jobs: int, data_dir: Path | None, total: int, command: list[str]) -> None:
+    """Runs, progress, report; Ctrl-C leaves a partial report and what is needed to go on."""
+    console = Console(stderr=False)
+    experiment.begin(made, out, command)
+    stopped = False
+    try:
+        with Display(total, console) as display:
+            experiment.carry_out(made, out, jobs or cores(), data_dir, display)
+    except KeyboardInterrupt:
+        stopped = True
+    page, found = report.build(out)
+    console.print(text(found), highlight=False, markup=False)
+    console.print(f"\nReport: {page}", highlight=False, markup=False, soft_wrap=True)
+    if stopped:
+        console.print("Stopped. The same command goes on where it was.", highlight=False)
+        raise typer.Exit(130)
+
+
+@app.command()
+def compare(
+    optimizers: Annotated[
+        list[str] | None,
+        typer.Argument(help="Two or more, the base first, with options: SGD VRSGD:history=geometric [default: SGD VRSGD]"),
+    ] = None,
+    task: Annotated[
+        str, typer.Option("--task", "-t", help="A task by name (varreg list), or your own: package.module:function.")
+    ] = "digits",
+    trials: Annotated[int, typer.Option(help="Settings that each optimizer may try.", min=1)] = 12,
+    lr: Annotated[str | None, typer.Option(help="Range of learning rates, low:high. [default: each optimizer's own]")] = None,
+    s: Annotated[list[float] | None, typer.Option("-s", "--s", help="Values of s to try. [default: 0.5 and 2]")] = None,
+    tuning_seeds: Annotated[int, typer.Option(help="Seeds for each trial.", min=1)] = 2,
+    seeds: Annotated[int, typer.Option(help="Fresh seeds for the verdict.", min=1)] = 10,
+    epochs: Annotated[int, typer.Option(help="0: the task's own.", min=0)] = 0,
+    batch: Annotated[int, typer.Option(help="0: the task's own.", min=0)] = 0,
+    ablations: Annotated[bool, typer.Option(help="Also s = 0, λ replaced by its mean, λ shuffled.")] = True,
+    jobs: Jobs = 0,
+    data_dir: Data = None,
+    out: Out = None,
+) -> None:
+    """Compare optimizers fairly: an equal budget, tuned on a validation split, judged on fresh paired seeds; the test split is read once."""
+    given = tuple(optimizers or ("SGD", "VRSGD"))
+    made = comparing.Comparison(
+        task, given, trials, span(lr), tuple(s or (0.5, 2.0)), tuning_seeds, seeds, epochs, batch, ablations
+    )
+    print(f"{task}: {', '.join(given)}; {trials} trials each, {made.size()} runs in all.", flush=True)
+    name = f"compare {task} {' '.join(given)}".replace("/", "-").replace(" ", "_")
+    carry_out(made, out or Path("runs") / name[:100], jobs, data_dir, made.size(), command_of(sys.argv))
+
+
+@app.command(name="reproduce")
+def reproduce_(
+    name: Annotated[str, typer.Argument(help=" or ".join(reproduce.TASKS))],
+    epochs: Annotated[int, typer.Option(min=1)] = 20,
+    seeds: Annotated[int, typer.Option(min=1)] = 3,
+    jobs: Jobs = 0,
+    data_dir: Data = None,
+    out: Out = None,
+) -> None:
+    """Repeat the paper's experiment, with the control that explains its result: SGD with a learning rate as much larger as λ made the step."""
+    made = reproduce.Reproduction(name, epochs, seeds)
+    print(f"{name}: 4 arms × {seeds} seeds × {epochs} epochs.", flush=True)
+    carry_out(made, out or Path("runs") / f"reproduce_{name}", jobs, data_dir, 4 * seeds, command_of(sys.argv))
+
+
+@app.command(name="report")
+def report_(folder: Annotated[Path, typer.Argument(help="Of `varreg compare` or `varreg reproduce`.")]) -> None:
+    """Build the page, figures and tables again, from saved results alone."""
+    page, found = report.build(folder)
+    print(text(found))
+    print(f"\nReport: {page}")
+
+
+@app.command(name="list")
+def list_() -> None:
+    """The tasks and optimizers that there are."""
+    print("Tasks, with their options:")
+    for name, function in TASKS.items():
+        options = {p.name: p.default for p in inspect.signature(function).parameters.values()}
+        print(f"  {names.spell(name, options):42} {(function.__doc__ or '').splitlines()[0]}")
+    print("\nOptimizers, and the learning rates in which they are tuned:")
+    for name, entry in OPTIMIZERS.items():
+        tuned = f"{entry.low:g} to {entry.high:g}" if entry.low < entry.high else "no learning rate"
+        print(f"  {name:12}{tuned:20}{(entry.cls.__doc__ or '').strip().partition(chr(10))[0]}")
+
+
+def command_of(arguments: list[str]) -> list[str]:
+    """As a person would type it."""
+    return ["varreg", *arguments[1:]]
+
+
+def main() -> None:
+    sys.path.insert(0, "")  # a user's own task lies in the folder where the command is given
+    try:
+        app()
+    except (ValueError, RuntimeError) as error:
+        if not str(error).startswith("varreg: "):
+            raise
+        raise SystemExit(str(error)) from None
+
+
+if __name__ == "__main__":
+    main()

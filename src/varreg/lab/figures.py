@@ -1,0 +1,224 @@
+"""Pictures of saved results. Every function returns a figure, and touches nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from varreg.lab.verdict import WORDS
+
+Runs = list[dict[str, Any]]
+COLORS = ("#3b4252", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b58900", "#56b4e9", "#8c564b")
+"""Told apart by everyone; the first is the base's."""
+STYLE: Any = {
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e6e8ec",
+    "grid.linewidth": 0.8,
+    "axes.edgecolor": "#9aa1ad",
+    "xtick.color": "#4c566a",
+    "ytick.color": "#4c566a",
+    "axes.labelcolor": "#2e3440",
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "varreg",
+}
+UNITS = {"step": "steps", "seconds": "seconds of training"}
+TITLES = {**WORDS, "train_accuracy": "training accuracy", "valid_accuracy": "validation accuracy"}
+
+
+def _figure(panels: int, height: float = 3.4, width: float = 4.9) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(width * panels, height), layout="constrained")
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    return figure, list(axes)
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    """Below, where it hides nothing."""
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=max(1, min(len(labels), int(figure.get_figwidth() // 2.4)))
+        )
+
+
+def _scale(axes: Axes, values: Sequence[float]) -> None:
+    """Logarithmic where that shows more."""
+    seen = [v for v in values if math.isfinite(v) and v > 0]
+    if seen and max(seen) > 20 * min(seen):
+        axes.set_yscale("log")
+
+
+def _band(
+    axes: Axes, x: np.ndarray, rows: Sequence[Sequence[float]], color: str, label: str, dashed: bool = False
+) -> list[float]:
+    """The mean over seeds, and their range."""
+    length = max(map(len, rows))
+    y = np.array([[*row, *[math.nan] * (length - len(row))] for row in rows], dtype=float)
+    y[~np.isfinite(y)] = math.nan
+    seen = ~np.isnan(y).all(axis=0)
+    if not seen.any():
+        axes.plot([], [], color=color, label=label)
+        return []
+    x, y = x[:length][seen], y[:, seen]
+    axes.plot(x, np.nanmean(y, axis=0), color=color, label=label, linestyle="--" if dashed else "-")
+    if len(rows) > 1:
+        axes.fill_between(x, np.nanmin(y, axis=0), np.nanmax(y, axis=0), color=color, alpha=0.15, linewidth=0)
+    return [float(v) for v in y.ravel() if not math.isnan(v)]
+
+
+def _longest(runs: Runs, table: str, key: str) -> np.ndarray:
+    rows = [run[table][key] for run in runs]
+    length = max(map(len, rows))
+    return np.asarray(np.mean([row for row in rows if len(row) == length], axis=0))
+
+
+def curves(arms: dict[str, Runs], metrics: Sequence[str], unit: str = "step", target: float = math.nan) -> Figure:
+    """Evaluations over steps or seconds, one panel for each metric; bands are the range over seeds."""
+    with mpl.rc_context(STYLE):
+        figure, panels = _figure(len(metrics))
+        for axes, metric in zip(panels, metrics, strict=True):
+            values: list[float] = []
+            for i, (name, runs) in enumerate(arms.items()):
+                x = _longest(runs, "evaluations", unit)
+                dashed = i > 0 and name.startswith("SGD, lr")
+                values += _band(axes, x, [run["evaluations"][metric] for run in runs], COLORS[i % len(COLORS)], name, dashed)
+            if metric == "valid_loss" and math.isfinite(target):
+                axes.axhline(target, color="#9aa1ad", linestyle=":", linewidth=1.2)
+                axes.annotate(
+                    "target", (0.01, target), xycoords=("axes fraction", "data"), ha="left", va="bottom", color="#4c566a", size=9
+                )
+            if metric.endswith("loss"):
+                _scale(axes, values)
+            axes.set_title(TITLES[metric])
+            axes.set_xlabel(UNITS[unit])
+            axes.margins(x=0.01)
+        _legend(figure, panels[0])
+        return figure
+
+
+STATISTICS = {"lambda": "effective λ", "rho": "ρ = Σv²/|ḡ|²", "noise_scale": "gradient noise scale"}
+
+
+def over_time(arms: dict[str, Runs]) -> Figure:
+    """λ, ρ and the noise scale of the whole model."""
+    with mpl.rc_context(STYLE):
+        figure, panels = _figure(3, 3.2, 3.7)
+        for axes, (key, title) in zip(panels, STATISTICS.items(), strict=True):
+            values: list[float] = []
+            for i, (name, runs) in enumerate(arms.items()):
+                rows = [run["statistics"].get(key, [math.nan] * len(run["statistics"]["step"])) for run in runs]
+                x = _longest(runs, "statistics", "step")
+                values += _band(axes, x, rows, COLORS[(i + 1) % len(COLORS)], name)
+            if key != "lambda":
+                _scale(axes, values)
+            axes.set_title(title)
+            axes.set_xlabel("steps")
+        _legend(figure, panels[0])
+        return figure
+
+
+def per_layer(runs: Runs) -> Figure:
+    """The same, layer by layer, for one arm: medians over seeds, smoothed."""
+    with mpl.rc_context(STYLE):
+        figure, panels = _figure(3, 3.6, 3.7)
+        layers: list[str] = []
+        for axes, (key, title) in zip(panels, STATISTICS.items(), strict=True):
+            found = sorted({k for run in runs for k in run["statistics"] if k.startswith(f"{key}/") and k != "lambda/mean"})
+            found = [k for k in found if not k.endswith(".bias")] or found
+            shown = (
+                found
+                if len(found) <= len(COLORS)
+                else [found[i] for i in np.linspace(0, len(found) - 1, len(COLORS)).astype(int)]
+            )
+            values: list[float] = []
+            for column in shown:
+                layer = column.partition("/")[2].removesuffix(".weight")
+                layers += [layer] if layer not in layers else []
+                y = _smooth(np.array([run["statistics"][column] for run in runs if column in run["statistics"]], dtype=float))
+                x = _longest(runs, "statistics", "step")[: len(y)]
+                axes.plot(x, y, color=COLORS[layers.index(layer) % len(COLORS)], label=layer, linewidth=1.4)
+                values += [float(v) for v in y if math.isfinite(v)]
+            if key != "lambda":
+                _scale(axes, values)
+            axes.set_title(title)
+            axes.set_xlabel("steps")
+        _legend(figure, max(panels, key=lambda a: len(a.get_legend_handles_labels()[0])))
+        return figure
+
+
+def _smooth(rows: np.ndarray, points: int = 60) -> np.ndarray:
+    """The median over seeds and over neighbours in time: infinite values, where a signal drowns in noise, do not tear it."""
+    n = rows.shape[1]
+    half = max(0, n // points // 2)
+    with np.errstate(invalid="ignore"):
+        return np.array(
+            [
+                np.nanmedian(part) if not np.isnan(part := rows[:, max(0, i - half) : i + half + 1]).all() else math.nan
+                for i in range(n)
+            ]
+        )
+
+
+def sensitivity(trials: list[dict[str, Any]]) -> Figure:
+    """The validation loss at the end over the learning rate; a cross at the top is a trial that diverged."""
+    with mpl.rc_context(STYLE):
+        figure, (axes,) = _figure(1, 3.8, 7.2)
+        lines: dict[str, list[dict[str, Any]]] = {}
+        for row in trials:
+            several = len({other["s"] for other in trials if other["optimizer"] == row["optimizer"]}) > 1
+            lines.setdefault(row["optimizer"] + (f", s = {row['s']:g}" if several else ""), []).append(row)
+        finite = [row["valid_loss"] for row in trials if math.isfinite(row["valid_loss"])]
+        optimizers = list(dict.fromkeys(row["optimizer"] for row in trials))
+        for name, rows in lines.items():
+            color = COLORS[optimizers.index(rows[0]["optimizer"]) % len(COLORS)]
+            style = ("-", "--", ":", "-.")[[n for n in lines if lines[n][0]["optimizer"] == rows[0]["optimizer"]].index(name) % 4]
+            good = [row for row in rows if math.isfinite(row["valid_loss"])]
+            axes.plot([r["lr"] for r in good], [r["valid_loss"] for r in good], style, marker="o", ms=4, color=color, label=name)
+            for row in rows:
+                if not math.isfinite(row["valid_loss"]) and finite:
+                    axes.plot(row["lr"], 0.98, "x", color=color, ms=7, mew=2, transform=axes.get_xaxis_transform(), clip_on=False)
+                elif row["best"]:
+                    axes.plot(row["lr"], row["valid_loss"], "*", color=color, ms=14, mec="white", mew=0.8, zorder=5)
+        axes.set_xscale("log")
+        _scale(axes, finite)
+        axes.set_title("validation loss at the end, over the learning rate")
+        axes.set_xlabel("learning rate   (★ chosen, × diverged)")
+        _legend(figure, axes)
+        return figure
+
+
+def differences(contrasts: list[dict[str, Any]], metric: str = "test_loss") -> Figure:
+    """Paired differences and their intervals: left of zero, the first is better."""
+    with mpl.rc_context(STYLE):
+        rows = [c for c in contrasts if metric in c["differences"] and math.isfinite(c["differences"][metric]["value"])]
+        figure, (axes,) = _figure(1, 1.0 + 0.42 * max(1, len(rows)), 8.4)
+        for i, c in enumerate(reversed(rows)):
+            d = c["differences"][metric]
+            sure = d["high"] < 0 or d["low"] > 0
+            color = COLORS[3] if d["high"] < 0 else COLORS[2] if d["low"] > 0 else "#8a93a3"
+            if not math.isnan(d["low"]):
+                axes.plot([d["low"], d["high"]], [i, i], color=color, linewidth=3, solid_capstyle="round")
+            axes.plot(d["value"], i, "o", color=color, ms=7, mfc=color if sure else "white", mew=2)
+        axes.axvline(0, color="#2e3440", linewidth=1)
+        axes.set_yticks(
+            range(len(rows)), [f"{c['arm']}  −  {c['against'].replace(c['arm'] + ', ', 'with ')}" for c in reversed(rows)]
+        )
+        axes.set_ylim(-0.6, max(1, len(rows)) - 0.4)
+        axes.grid(axis="y", visible=False)
+        axes.set_title(f"difference in {TITLES[metric]}, paired by seed" if len(rows) else "no difference can be computed")
+        return figure

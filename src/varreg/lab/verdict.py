@@ -1,0 +1,254 @@
+"""What a comparison says: tables of numbers, and the same in words. A pure function of saved results."""
+
+from __future__ import annotations
+
+import math
+import statistics as st
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from varreg.lab.compare import Arm, Comparison, final, score, target, time_to
+from varreg.lab.reproduce import effective_lambda
+from varreg.lab.run import Results
+from varreg.lab.statistics import Estimate, mean_difference, median_ratio
+
+METRICS = ("train_loss", "valid_loss", "test_loss", "test_accuracy")
+PRIMARY = "test_loss"
+"""The metric of the verdict, declared before."""
+WORDS = {
+    "train_loss": "training loss",
+    "valid_loss": "validation loss",
+    "test_loss": "test loss",
+    "test_accuracy": "test accuracy",
+}
+FEW = 5
+"""Seeds with which an interval means little."""
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """One arm against another, over paired seeds: differences (first minus second) of metrics, ratios of times to the target."""
+
+    arm: str
+    against: str
+    level: float
+    differences: dict[str, Estimate]
+    steps: Estimate
+    seconds: Estimate
+
+
+def summary_of(arm: Arm, results: Results, goal: float) -> dict[str, Any]:
+    """The numbers of an arm, seed by seed."""
+    runs = [results[config.name] for config in arm.configs if config.name in results]
+    values = {metric: [final(run, metric) for run in runs] for metric in METRICS}
+    return {
+        "name": arm.name,
+        "role": arm.role,
+        "of": arm.of,
+        "optimizer": arm.configs[0].optimizer,
+        "lr": arm.configs[0].lr,
+        "options": arm.configs[0].options,
+        "seeds": [config.seed for config in arm.configs if config.name in results],
+        "diverged": sum(run["diverged"] for run in runs),
+        **{metric: column for metric, column in values.items() if not all(map(math.isnan, column))},
+        "steps_to_target": [time_to(run, goal, "step") for run in runs],
+        "seconds_to_target": [time_to(run, goal, "seconds") for run in runs],
+        "seconds": [run["seconds"] for run in runs],
+        "steps": runs[0]["step"] if runs else 0,
+        "lambda": st.fmean(effective_lambda(run) for run in runs) if runs else math.nan,
+    }
+
+
+def contrast(a: dict[str, Any], b: dict[str, Any], level: float) -> Contrast:
+    shared = [seed for seed in a["seeds"] if seed in b["seeds"]]
+
+    def pick(arm: dict[str, Any], key: str) -> list[float]:
+        return [arm[key][arm["seeds"].index(seed)] for seed in shared]
+
+    differences = {m: mean_difference(pick(a, m), pick(b, m), level) for m in METRICS if m in a and m in b}
+    ratios = (median_ratio(pick(a, key), pick(b, key), level) for key in ("steps_to_target", "seconds_to_target"))
+    return Contrast(a["name"], b["name"], level, differences, *ratios)
+
+
+def analyze(comparison: Comparison, results: Results) -> dict[str, Any]:
+    """All that the report shows, in plain values: `results.json`."""
+    base = comparison.best(comparison.optimizers[0], results)
+    goal = target(base, results) if base else math.nan
+    arms = [summary_of(arm, results, goal) for arm in comparison.arms(results)]
+    arms = [arm for arm in arms if arm["seeds"]]
+    by_name = {arm["name"]: arm for arm in arms}
+    reference = by_name.get(comparison.optimizers[0])
+    candidates = [arm for arm in arms if arm["role"] == "candidate"]
+    level = 1 - 0.05 / max(1, len(comparison.optimizers) - 1)
+    contrasts = [contrast(arm, reference, level) for arm in candidates] if reference else []
+    ablations = [contrast(by_name[arm["of"]], arm, level) for arm in arms if arm["role"] == "ablation" and arm["of"] in by_name]
+    trials = trials_of(comparison, results)
+    complete = all(config.name in results for config in comparison.plan(results))
+    found = {
+        "complete": complete,
+        "target": goal,
+        "level": level,
+        "arms": arms,
+        "contrasts": [asdict(c) for c in contrasts],
+        "ablations": [asdict(c) for c in ablations],
+        "trials": trials,
+        "warnings": warnings_of(comparison, results, trials, arms, complete),
+        "verdict": [],
+    }
+    found["verdict"] = sentences(comparison, by_name, contrasts, ablations, goal)
+    return found
+
+
+def trials_of(comparison: Comparison, results: Results) -> list[dict[str, Any]]:
+    """What tuning saw: one row for each trial that has ended."""
+    rows = []
+    for spec in comparison.optimizers:
+        best = comparison.best(spec, results)
+        for trial in comparison.trials_of(spec):
+            runs = [results[config.name] for config in trial.configs if config.name in results]
+            if len(runs) == len(trial.configs):
+                losses = [final(run, "valid_loss") for run in runs]
+                rows.append(
+                    {
+                        "optimizer": spec,
+                        "lr": trial.lr,
+                        "options": trial.options,
+                        "s": trial.options.get("s"),
+                        "valid_loss": score(trial, results),
+                        "low": min(losses),
+                        "high": max(losses),
+                        "diverged": sum(run["diverged"] for run in runs),
+                        "best": best is not None and trial == best,
+                    }
+                )
+    return rows
+
+
+def warnings_of(
+    comparison: Comparison, results: Results, trials: list[dict[str, Any]], arms: list[dict[str, Any]], complete: bool
+) -> list[str]:
+    out = []
+    if not complete:
+        out.append("This report is partial: not all runs have ended. The same command goes on.")
+    for spec in comparison.optimizers:
+        rows = [row for row in trials if row["optimizer"] == spec]
+        best = next((row for row in rows if row["best"]), None)
+        if len(rows) == len(comparison.grid(spec)) and best is None:
+            out.append(f"{spec}: all trials diverged, so that there is no verdict on it. Try lower learning rates with --lr.")
+        for what, word in (("lr", "learning rate"), ("s", "s")):
+            values = sorted({row[what] for row in rows if row[what] is not None})
+            if best is not None and len(values) >= (2 if what == "lr" else 3) and best[what] in (values[0], values[-1]):
+                side, way = ("lowest", "lower") if best[what] == values[0] else ("highest", "higher")
+                out.append(
+                    f"{spec}: its best {word}, {best[what]:g}, is the {side} of the grid. A {way} one may be better: widen the grid."
+                )
+    out += [
+        f"{a['name']} diverged in {a['diverged']} of {len(a['seeds'])} runs at its tuned learning rate."
+        for a in arms
+        if a["diverged"]
+    ]
+    if comparison.seeds < FEW:
+        out.append(f"With {comparison.seeds} seeds, intervals mean little: {FEW} or more are better.")
+    used = {(run["environment"]["varreg"], run["environment"]["commit"], run["environment"]["torch"]) for run in results.values()}
+    if len(used) > 1:
+        out.append(f"Runs come from different versions: {'; '.join(sorted(' '.join(map(str, u)) for u in used))}.")
+    return out
+
+
+# In words ----------------------------------------------------------------------------------------------------------------------------
+
+
+def number(x: float) -> str:
+    return "∞" if x == math.inf else "–" if math.isnan(x) else f"{x:.3g}".replace("-", "−")
+
+
+def percent(level: float) -> str:
+    return f"{100 * level:.3g} %"
+
+
+def sentences(
+    comparison: Comparison, arms: dict[str, dict[str, Any]], contrasts: list[Contrast], ablations: list[Contrast], goal: float
+) -> list[dict[str, str]]:
+    """A headline and what explains it, for each optimizer that is compared with the base."""
+    out = []
+    for c in contrasts:
+        a, b = arms[c.arm], arms[c.against]
+        kind, headline = final_words(c, a, b)
+        out.append({"kind": kind, "headline": headline, "speed": speed_words(c, a, b, goal), "why": why_words(a, ablations)})
+    return out
+
+
+def final_words(c: Contrast, a: dict[str, Any], b: dict[str, Any]) -> tuple[str, str]:
+    """better, worse, same or unknown; and the sentence."""
+    n = len(set(a["seeds"]) & set(b["seeds"]))
+    if a["diverged"] or b["diverged"]:
+        counts = (
+            f"{c.arm} diverged in {a['diverged']} of {len(a['seeds'])} runs, {c.against} in {b['diverged']} of {len(b['seeds'])}"
+        )
+        kind = "worse" if a["diverged"] > b["diverged"] else "better" if a["diverged"] < b["diverged"] else "unknown"
+        return kind, f"{counts}: losses at the end cannot be compared."
+    d = c.differences[PRIMARY]
+    means = f"{number(st.fmean(a[PRIMARY]))} against {number(st.fmean(b[PRIMARY]))}"
+    said = f"difference {number(d.value)}, {percent(c.level)} interval {number(d.low)} to {number(d.high)}, {n} paired seeds"
+    if math.isnan(d.low):
+        return (
+            "unknown",
+            f"{c.arm} and {c.against}: {means} in test loss, with {n} paired seed{'s' * (n != 1)}. That shows nothing.",
+        )
+    if d.low == d.high == 0:
+        return "same", f"{c.arm} and {c.against} are identical: the same test loss on every seed."
+    if not d.excludes(0):
+        return "same", f"{c.arm} and {c.against}: no detectable difference in test loss ({means}; {said})."
+    kind, word = ("better", "lower") if d.value < 0 else ("worse", "higher")
+    return kind, f"{c.arm} ends with a {word} test loss than {c.against} ({means}; {said})."
+
+
+def speed_words(c: Contrast, a: dict[str, Any], b: dict[str, Any], goal: float) -> str:
+    """Steps and seconds to the target."""
+    reached = [sum(map(math.isfinite, arm["steps_to_target"])) for arm in (a, b)]
+    runs = [f"in {k} of {len(arm['seeds'])} runs" for k, arm in zip(reached, (a, b), strict=True)]
+    who = f"The target, a validation loss of {number(goal)}, is reached by {c.arm} {runs[0]}, by {c.against} {runs[1]}."
+    if not all(reached):
+        return who
+
+    def times(e: Estimate, what: str) -> str:
+        sure = "" if e.excludes(1) else ", no detectable difference"
+        return f"{number(e.value)} times the {what} ({number(e.low)} to {number(e.high)}{sure})"
+
+    return f"{who} {c.arm} takes {times(c.steps, 'steps')} and {times(c.seconds, 'seconds')} of {c.against}."
+
+
+def why_words(a: dict[str, Any], ablations: list[Contrast]) -> str:
+    """Is it the information in λ?"""
+    own = [c for c in ablations if c.arm == a["name"]]
+    if not own:
+        return ""
+    parts = []
+    for c in own:
+        d = c.differences.get(PRIMARY)
+        if d is None or math.isnan(d.low):
+            parts.append(f"{c.against.removeprefix(a['name'] + ', ')}: cannot be compared")
+            continue
+        word = (
+            "no detectable difference"
+            if not d.excludes(0)
+            else "worse than with λ as it is"
+            if d.value < 0
+            else "better than with λ as it is"
+        )
+        parts.append(
+            f"{c.against.removeprefix(a['name'] + ', ')}: {word} ({number(-d.value)}, {number(-d.high)} to {number(-d.low)})"
+        )
+    mean = next((c.differences.get(PRIMARY) for c in own if "mean" in c.against), None)
+    said = f"Its λ was {number(a['lambda'])} on average. Ablations at the same learning rate, change in test loss: {'; '.join(parts)}."
+    if mean is not None and not math.isnan(mean.low) and not mean.excludes(0):
+        said += " So which coordinate has which λ makes no detectable difference: what λ did, a factor of the learning rate does."
+    elif mean is not None and mean.excludes(0) and mean.value < 0:
+        said += " So which coordinate has which λ matters here, and is more than a longer step."
+    return said
+
+
+def text(found: dict[str, Any]) -> str:
+    """For a terminal."""
+    lines = [v for said in found["verdict"] for v in (said["headline"], said["speed"], said["why"]) if v]
+    return "\n".join([*lines, *(f"Warning: {w}" for w in found["warnings"])])
