@@ -35,9 +35,10 @@ class Page:
         width = round(made.get_figwidth() * 104)
         self.sections[-1]["figures"].append({"svg": svg(made, name), "caption": caption, "tab": tab or name, "width": width})
 
-    def table(self, head: list[str], rows: list[tuple[str, list[str]]], title: str = "", is_open: bool = False) -> None:
+    def table(self, head: list[str], rows: list[tuple[str, list[str]]], title: str = "") -> None:
+        """One with a title is folded away, below the figures."""
         cells = [{"kind": kind, "cells": row} for kind, row in rows]
-        self.sections[-1]["tables"].append({"head": head, "rows": cells, "title": title, "open": is_open})
+        self.sections[-1]["tables"].append({"head": head, "rows": cells, "title": title})
 
 
 def svg(made: Figure, name: str) -> str:

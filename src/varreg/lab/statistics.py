@@ -29,8 +29,8 @@ class Estimate:
 def _interval(values: np.ndarray, statistic: object, level: float, method: str) -> tuple[float, float]:
     if len(values) < 2:
         return math.nan, math.nan
-    if np.ptp(values) == 0:
-        return float(values[0]), float(values[0])
+    if np.ptp(values) <= 1e-12 * np.abs(values).max():  # the same up to rounding
+        return float(values.min()), float(values.max())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", stats.DegenerateDataWarning)
         result = stats.bootstrap((values,), statistic, confidence_level=level, method=method, rng=np.random.default_rng(0))

@@ -1,0 +1,324 @@
+"""The comparison: its plan is fair, its numbers are right, and its words follow from them."""
+
+from __future__ import annotations
+
+import math
+import os
+import zlib
+
+import numpy as np
+import pytest
+import torch
+
+from varreg.lab.compare import FRESH, Comparison, log_grid, target, time_to
+from varreg.lab.experiment import begin, carry_out, results_of
+from varreg.lab.reproduce import Reproduction, effective_lambda
+from varreg.lab.reproduce import analyze as analyze_reproduction
+from varreg.lab.statistics import mean_difference, median_ratio
+from varreg.lab.verdict import analyze, text
+
+
+@pytest.fixture(autouse=True)
+def _single_precision():
+    torch.set_default_dtype(torch.float32)
+
+
+ENVIRONMENT = {"varreg": "0", "commit": "c", "torch": "t"}
+
+
+def result(config, valid, test=None, seconds=1.0, accuracy=0.9, diverged=False, lam=None):
+    """A result as a run would have it, from the validation losses after each epoch."""
+    n = len(valid)
+    nan = [math.nan] * n
+    return {
+        "config": {"seed": config.seed, "lr": config.lr, "optimizer": config.optimizer, "options": config.options},
+        "environment": ENVIRONMENT,
+        "diverged": diverged,
+        "step": 10 * (n - 1),
+        "seconds": seconds,
+        "evaluations": {
+            "step": [10 * i for i in range(n)],
+            "seconds": [seconds * i / max(1, n - 1) for i in range(n)],
+            "train_loss": list(valid),
+            "train_accuracy": [accuracy] * n,
+            "valid_loss": list(valid),
+            "valid_accuracy": [accuracy] * n,
+            "test_loss": [*nan[1:], math.nan if test is None else test],
+            "test_accuracy": [*nan[1:], accuracy],
+        },
+        "statistics": {"step": [1, 2], "lambda": [1.0, lam]} if lam else {"step": []},
+        "losses": [],
+    }
+
+
+SMALL = Comparison("logistic", ("SGD", "VRSGD"), trials=4, s=(1.0, 3.0), tuning_seeds=2, seeds=8, lr=(0.01, 10.0))
+
+
+def best_at(lr):
+    """Validation losses that are lowest at a learning rate, from 2 down."""
+    return lambda config: [2.0, 1.5, 1.0, 0.5 + abs(math.log10(config.lr / lr))]
+
+
+def filled(comparison, valid, test):
+    """Results of the whole plan, from functions of the configuration."""
+    results = {}
+    while True:
+        new = {c.name: result(c, valid(c), test(c)) for c in comparison.plan(results) if c.name not in results}
+        if not new:
+            return results
+        results |= new
+
+
+# The plan
+
+
+def test_every_optimizer_has_the_same_budget():
+    grids = {spec: SMALL.grid(spec) for spec in SMALL.optimizers}
+    assert [len(grid) for grid in grids.values()] == [4, 4]
+    assert [lr for lr, _ in grids["SGD"]] == [0.01, 0.1, 1.0, 10.0]
+    assert grids["VRSGD"] == [(0.01, {"s": 1.0}), (10.0, {"s": 1.0}), (0.01, {"s": 3.0}), (10.0, {"s": 3.0})]
+    assert len(Comparison("digits", ("SGD", "DoG"), trials=5).grid("DoG")) == 1
+    assert [o for _, o in Comparison("digits", ("SGD", "VRSGD:s=1"), trials=3).grid("VRSGD:s=1")] == [{"s": 1}] * 3
+
+
+def test_seeds_and_splits_of_the_verdict_are_fresh():
+    tuning = SMALL.plan({})
+    assert {c.seed for c in tuning} == {0, 1}
+    assert {c.test for c in tuning} == {"never"}
+    results = filled(SMALL, best_at(0.1), lambda c: 1.0)
+    verdict = [c for c in SMALL.plan(results) if c not in tuning]
+    assert {c.seed for c in verdict} == set(range(FRESH, FRESH + 8))
+    assert {c.test for c in verdict} == {"end"}
+    assert len(SMALL.plan(results)) == SMALL.size()
+    arms = {arm.name: arm.configs[0] for arm in SMALL.arms(results)}
+    assert arms["SGD"].lr == 0.1
+    assert arms["VRSGD, s = 0"].options == {"s": 0.0}
+    assert arms["VRSGD, λ shuffled"].options == {"s": 1.0, "ablation": "shuffled"}
+    assert len({config.lr for name, config in arms.items() if name != "SGD"}) == 1
+
+
+def test_target_and_times():
+    results = filled(SMALL, lambda c: [2.0, 0.9, 0.7, 0.4, 0.2], lambda c: 1.0)
+    goal = target(SMALL.best("SGD", results), results)
+    assert goal == pytest.approx(0.4)  # of four epochs, the first three
+    (config, *_) = SMALL.plan({})
+    assert time_to(result(config, [2.0, 0.3, 0.5, 0.2], seconds=3.0), 0.4, "step") == 10
+    assert time_to(result(config, [2.0, 0.5, 0.5, 0.2], seconds=3.0), 0.4, "seconds") == 3.0
+    assert time_to(result(config, [2.0, 0.5, 0.5, 0.5]), 0.4, "step") == math.inf
+
+
+def test_a_log_grid():
+    assert log_grid(0.1, 10, 3) == [0.1, 1.0, 10.0]
+    assert log_grid(0.1, 10, 1) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"optimizers": ("SGD",)}, "two or more different optimizers"),
+        ({"optimizers": ("SGD", "SGD")}, "two or more different optimizers"),
+        ({"optimizers": ("SGD", "VRSDG")}, "Did you mean 'VRSGD'"),
+        ({"optimizers": ("SGD", "VRSGD:momentun=0.9")}, "no option of VRSGD 'momentun'.*Did you mean 'momentum'"),
+        ({"optimizers": ("SGD", "VRSGD:lr=0.1")}, "lr is set by the experiment"),
+        ({"optimizers": ("SGD", "VRSGD:form=round")}, "form must be one of"),
+        ({"task": "digit"}, "Did you mean 'digits'"),
+        ({"trials": 0}, "trials must be at least 1"),
+        ({"trials": 1}, "too few for 2 values of s"),
+        ({"seeds": 0}, "seeds must be at least 1"),
+        ({"lr": (1.0, 0.1)}, "0 < low ≤ high"),
+        ({"s": (-1.0,)}, "s must be"),
+    ],
+)
+def test_bad_arguments(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        Comparison(**arguments)
+
+
+# Statistics
+
+
+def test_intervals_cover():
+    """95 % intervals of the mean of ten normal differences: they should hold the truth about as often. (A bootstrap of ten is a little short.)"""
+    rng, hits = np.random.default_rng(1), 0
+    for _ in range(200):
+        d = rng.normal(0.3, 1.0, 10)
+        e = mean_difference(list(d), [0.0] * 10)
+        hits += e.low <= 0.3 <= e.high
+        assert e.value == pytest.approx(d.mean())
+    assert 0.85 <= hits / 200 <= 0.99
+
+
+def test_ratios_with_misses():
+    inf = math.inf
+    e = median_ratio([10.0] * 5, [20.0] * 5)
+    assert (e.value, e.low, e.high) == (pytest.approx(0.5),) * 3
+    assert median_ratio([inf] * 5, [20.0] * 5).value == inf
+    assert median_ratio([10.0] * 5, [inf] * 5).value == 0
+    assert median_ratio([inf] * 5, [inf] * 5).value == 1
+    mixed = median_ratio([10.0, 12.0, inf, 11.0, 13.0], [20.0] * 5)
+    assert mixed.value == pytest.approx(0.6)
+    assert mixed.high == inf
+    assert math.isnan(median_ratio([], []).value)
+
+
+def test_too_few_for_an_interval():
+    assert math.isnan(mean_difference([1.0], [2.0]).low)
+    assert math.isnan(mean_difference([], []).value)
+    assert mean_difference([1.0, 2.0], [0.0, 1.0]).low == 1.0
+
+
+def test_differences_that_are_equal_up_to_rounding():
+    e = mean_difference([0.3, 0.7, 1.1], [0.1, 0.5, 0.9])  # 0.2, but for the last bits
+    assert (e.value, e.low, e.high) == (pytest.approx(0.2),) * 3
+
+
+# Words
+
+
+def noise(c, scale=0.01):
+    return scale * float(np.random.default_rng(zlib.crc32(c.name.encode())).normal())
+
+
+def test_no_detectable_difference():
+    results = filled(SMALL, best_at(0.1), lambda c: 1.0 + (0.01 if c.seed % 2 else -0.01) * (1 if c.optimizer == "SGD" else -1))
+    said = analyze(SMALL, results)["verdict"][0]
+    assert said["kind"] == "same"
+    assert "no detectable difference in test loss" in said["headline"]
+
+
+def test_a_difference_is_detected_and_explained():
+    """VRSGD is better by 0.2; without λ it is not; with λ replaced by its mean it is as good: so it was the step."""
+
+    def test(c):
+        gain = 0.2 if c.optimizer == "VRSGD" and c.options["s"] else 0.0
+        return 1.0 - gain + noise(c)
+
+    found = analyze(SMALL, filled(SMALL, best_at(0.1), test))
+    said = found["verdict"][0]
+    assert said["kind"] == "better"
+    assert "VRSGD ends with a lower test loss than SGD" in said["headline"]
+    assert "s = 0: worse than with λ as it is" in said["why"]
+    assert "what λ did, a factor of the learning rate does" in said["why"]
+    d = found["contrasts"][0]["differences"]["test_loss"]
+    assert d["low"] < -0.2 < d["high"] < 0
+
+
+def test_where_a_coordinate_matters():
+    def test(c):
+        return 1.0 - (0.2 if c.optimizer == "VRSGD" and c.options["s"] and "ablation" not in c.options else 0.0) + noise(c)
+
+    said = analyze(SMALL, filled(SMALL, best_at(0.1), test))["verdict"][0]
+    assert "is more than a longer step" in said["why"]
+
+
+def test_worse():
+    found = analyze(SMALL, filled(SMALL, best_at(0.1), lambda c: 1.0 + 0.3 * (c.optimizer == "VRSGD") + noise(c)))
+    assert found["verdict"][0]["kind"] == "worse"
+    assert "higher test loss" in found["verdict"][0]["headline"]
+
+
+def test_the_edge_of_the_grid_is_warned_of():
+    found = analyze(SMALL, filled(SMALL, best_at(100.0), lambda c: 1.0))
+    assert any("SGD: its best learning rate, 10, is the highest of the grid" in w for w in found["warnings"])
+    inner = analyze(SMALL, filled(SMALL, best_at(0.1), lambda c: 1.0))
+    assert not any(w.startswith("SGD: its best") for w in inner["warnings"])
+
+
+def test_divergence_is_not_hidden():
+    results = filled(SMALL, best_at(0.1), lambda c: 1.0 + noise(c))
+    for arm in SMALL.arms(results):
+        if arm.name == "VRSGD":
+            for config in arm.configs[:3]:
+                results[config.name] = result(config, [2.0, 1.0], diverged=True)
+    found = analyze(SMALL, results)
+    assert "diverged in 3 of 8 runs" in found["verdict"][0]["headline"]
+    assert found["verdict"][0]["kind"] == "worse"
+    assert any("VRSGD diverged in 3 of 8 runs" in w for w in found["warnings"])
+    assert next(a for a in found["arms"] if a["name"] == "VRSGD")["test_loss"][:3] == [math.inf] * 3
+
+
+def test_where_all_trials_diverge():
+    results = {c.name: result(c, [2.0], diverged=c.optimizer == "SGD") for c in SMALL.plan({})}
+    results |= {c.name: result(c, [2.0, 1.0], 1.0) for c in SMALL.plan(results) if c.name not in results}
+    found = analyze(SMALL, results)
+    assert any(w.startswith("SGD: all trials diverged") for w in found["warnings"])
+    assert found["verdict"] == []
+
+
+def test_partial_results():
+    plan = SMALL.plan({})
+    for k in (0, 1, len(plan) - 1, len(plan)):
+        results = {c.name: result(c, best_at(0.1)(c)) for c in plan[:k]}
+        found = analyze(SMALL, results)
+        assert not found["complete"]
+        assert "partial" in text(found)
+    results |= {c.name: result(c, best_at(0.1)(c), 1.0) for c in SMALL.plan(results)[len(plan) : len(plan) + 2]}
+    found = analyze(SMALL, results)
+    assert "That shows nothing" in found["verdict"][0]["headline"]
+
+
+def test_intervals_are_wider_for_more_candidates():
+    assert analyze(Comparison("digits", ("SGD", "Adam", "VRSGD")), {})["level"] == pytest.approx(0.975)
+
+
+# The real thing
+
+
+class Silent:
+    def planned(self, configs, done): ...
+    def progress(self, name, step, total): ...
+    def ended(self, config, result): ...
+
+
+def test_s_of_zero_is_found_identical(tmp_path):
+    """Trained for real: VRSGD with s = 0 is SGD, to the bit, and the verdict says so."""
+    made = Comparison("logistic", ("SGD", "VRSGD:s=0"), trials=3, tuning_seeds=1, seeds=3, epochs=2, ablations=False)
+    begin(made, tmp_path, ["varreg"])
+    results = carry_out(made, tmp_path, 2, None, Silent())
+    found = analyze(made, results)
+    assert "identical: the same test loss on every seed" in found["verdict"][0]["headline"]
+    assert found["complete"]
+    assert repr(sorted(results_of(made, tmp_path).items())) == repr(sorted(results.items()))
+    with pytest.raises(ValueError, match="has another experiment in it"):
+        begin(Comparison("logistic", ("SGD", "Adam")), tmp_path, ["varreg"])
+
+
+# The reproduction
+
+
+def test_the_control_follows_from_lambda():
+    made = Reproduction("cifar10", 3, 2)
+    first = made.plan({})
+    assert len(first) == 6
+    assert {(c.lr, c.batch, c.epochs, c.test, c.task) for c in first} == {(0.01, 100, 3, "epochs", "cifar10-lenet:valid=0")}
+    results = {c.name: result(c, [2.0, 1.0], 1.0, lam=2.0 if c.options.get("history") == "sum" else 1.5) for c in first}
+    assert effective_lambda(results[first[1].name]) == 1.5  # the mean over time, of 1 and 2
+    control = [c for c in made.plan(results) if c not in first]
+    assert [c.lr for c in control] == [0.015, 0.015]
+    assert [c.optimizer for c in control] == ["SGD", "SGD"]
+
+
+@pytest.mark.parametrize(
+    ("vr", "control", "words"),
+    [(0.5, 0.5, "100 % of the gain"), (0.5, 0.9, "20 % of the gain"), (1.2, 0.9, "does not reproduce")],
+)
+def test_what_the_reproduction_says(vr, control, words):
+    made = Reproduction("fashion-mnist", 2, 2)
+    results: dict = {}
+    for _ in range(2):
+        for c in made.plan(results):
+            end = vr if c.optimizer == "VRSGD" else 1.0 if c.lr == 0.01 else control
+            results[c.name] = result(c, [2.0, 1.5, end], 1.0, lam=3.0 if c.optimizer == "VRSGD" else None)
+            results[c.name]["evaluations"]["train_loss"] = [2.0, 1.5, end]
+    found = analyze_reproduction(made, results)
+    assert found["complete"]
+    assert words in " ".join(found["verdict"][0].values())
+
+
+@pytest.mark.skipif(not os.environ.get("VARREG_DATA"), reason="needs the data, in $VARREG_DATA")
+def test_the_reproduction_trains_on_all_of_the_training_data():
+    from varreg.lab.tasks import load
+
+    splits = load("fashion-mnist:valid=0", None)
+    assert [len(s) for s in splits] == [60_000, 0, 10_000]
+    assert splits.train.x.flatten(1).norm(dim=1).sub(1).abs().max() < 1e-5
