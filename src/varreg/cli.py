@@ -13,13 +13,7 @@ try:
 except ImportError as error:  # the core needs torch alone
     raise SystemExit(f"varreg: the command line needs the lab ({error}): pip install 'varreg[lab]'") from None
 
-from varreg.lab import compare as comparing
-from varreg.lab import experiment, names, report, reproduce
-from varreg.lab.environment import cores
-from varreg.lab.optimizers import OPTIMIZERS
-from varreg.lab.progress import Display
-from varreg.lab.tasks import TASKS
-from varreg.lab.verdict import text
+# What commands need is imported in them: so that --help comes at once, and the processes of the lab, which import this too, start sooner.
 
 app = typer.Typer(
     help="How much do the samples of a mini-batch disagree about a gradient, and does it help to know?",
@@ -49,7 +43,12 @@ def span(text: str | None) -> tuple[float, float] | None:
 
 def carry_out(made: Any, out: Path, jobs: int, data_dir: Path | None, total: int, command: list[str]) -> None:
     """Runs, progress, report; Ctrl-C leaves a partial report and what is needed to go on."""
-    console = Console(stderr=False)
+    from varreg.lab import experiment, report
+    from varreg.lab.environment import cores
+    from varreg.lab.progress import Display
+    from varreg.lab.verdict import text
+
+    console = Console()
     experiment.begin(made, out, command)
     stopped = False
     try:
@@ -87,18 +86,18 @@ def compare(
     out: Out = None,
 ) -> None:
     """Compare optimizers fairly: an equal budget, tuned on a validation split, judged on fresh paired seeds; the test split is read once."""
+    from varreg.lab.compare import Comparison
+
     given = tuple(optimizers or ("SGD", "VRSGD"))
-    made = comparing.Comparison(
-        task, given, trials, span(lr), tuple(s or (0.5, 2.0)), tuning_seeds, seeds, epochs, batch, ablations
-    )
+    made = Comparison(task, given, trials, span(lr), tuple(s or (0.5, 2.0)), tuning_seeds, seeds, epochs, batch, ablations)
     print(f"{task}: {', '.join(given)}; {trials} trials each, {made.size()} runs in all.", flush=True)
     name = f"compare {task} {' '.join(given)}".replace("/", "-").replace(" ", "_")
     carry_out(made, out or Path("runs") / name[:100], jobs, data_dir, made.size(), command_of(sys.argv))
 
 
-@app.command(name="reproduce")
-def reproduce_(
-    name: Annotated[str, typer.Argument(help=" or ".join(reproduce.TASKS))],
+@app.command()
+def reproduce(
+    name: Annotated[str, typer.Argument(help="fashion-mnist or cifar10")],
     epochs: Annotated[int, typer.Option(min=1)] = 20,
     seeds: Annotated[int, typer.Option(min=1)] = 3,
     jobs: Jobs = 0,
@@ -106,15 +105,20 @@ def reproduce_(
     out: Out = None,
 ) -> None:
     """Repeat the paper's experiment, with the control that explains its result: SGD with a learning rate as much larger as λ made the step."""
-    made = reproduce.Reproduction(name, epochs, seeds)
+    from varreg.lab.reproduce import Reproduction
+
+    made = Reproduction(name, epochs, seeds)
     print(f"{name}: 4 arms × {seeds} seeds × {epochs} epochs.", flush=True)
     carry_out(made, out or Path("runs") / f"reproduce_{name}", jobs, data_dir, 4 * seeds, command_of(sys.argv))
 
 
-@app.command(name="report")
-def report_(folder: Annotated[Path, typer.Argument(help="Of `varreg compare` or `varreg reproduce`.")]) -> None:
+@app.command()
+def report(folder: Annotated[Path, typer.Argument(help="Of `varreg compare` or `varreg reproduce`.")]) -> None:
     """Build the page, figures and tables again, from saved results alone."""
-    page, found = report.build(folder)
+    from varreg.lab.report import build
+    from varreg.lab.verdict import text
+
+    page, found = build(folder)
     print(text(found))
     print(f"\nReport: {page}")
 
@@ -122,6 +126,10 @@ def report_(folder: Annotated[Path, typer.Argument(help="Of `varreg compare` or 
 @app.command(name="list")
 def list_() -> None:
     """The tasks and optimizers that there are."""
+    from varreg.lab import names
+    from varreg.lab.optimizers import OPTIMIZERS
+    from varreg.lab.tasks import TASKS
+
     print("Tasks, with their options:")
     for name, function in TASKS.items():
         options = {p.name: p.default for p in inspect.signature(function).parameters.values()}

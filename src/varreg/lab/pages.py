@@ -25,20 +25,30 @@ class Page:
 
     def __init__(self) -> None:
         self.sections: list[dict[str, Any]] = []
-        self.figures: dict[str, Figure] = {}
+        self.figures: dict[str, tuple[str, bytes]] = {}
+        """SVG and PNG, by name."""
 
     def section(self, title: str, text: str = "") -> None:
         self.sections.append({"title": title, "text": text, "figures": [], "tables": []})
 
     def figure(self, name: str, made: Figure, caption: str, tab: str = "") -> None:
-        self.figures[name] = made
+        self.figures[name] = svg(made, name), png(made)
         width = round(made.get_figwidth() * 104)
-        self.sections[-1]["figures"].append({"svg": svg(made, name), "caption": caption, "tab": tab or name, "width": width})
+        self.sections[-1]["figures"].append(
+            {"svg": self.figures[name][0], "caption": caption, "tab": tab or name, "width": width}
+        )
 
     def table(self, head: list[str], rows: list[tuple[str, list[str]]], title: str = "") -> None:
         """One with a title is folded away, below the figures."""
         cells = [{"kind": kind, "cells": row} for kind, row in rows]
         self.sections[-1]["tables"].append({"head": head, "rows": cells, "title": title})
+
+
+def png(made: Figure) -> bytes:
+    buffer = io.BytesIO()
+    with mpl.rc_context(figures.STYLE):
+        made.savefig(buffer, format="png", dpi=150, metadata={"Software": None})
+    return buffer.getvalue()
 
 
 def svg(made: Figure, name: str) -> str:

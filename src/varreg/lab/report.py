@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import matplotlib as mpl
 
-from varreg.lab import compare, experiment, figures, names, reproduce, store, verdict
+from varreg.lab import compare, experiment, names, reproduce, store, verdict
 from varreg.lab.pages import Arms, Page, compare_page, reproduce_page
 from varreg.lab.run import Config, Results
 
@@ -65,12 +64,9 @@ def runs_of(arms: dict[str, list[Config]], results: Results) -> Arms:
 
 def _write(folder: Path, page: Page, about: dict[str, Any], found: dict[str, Any], arms: Arms, title: str, subtitle: str) -> None:
     (folder / "figures").mkdir(exist_ok=True)
-    for name, made in page.figures.items():
-        for suffix in ("svg", "png"):
-            buffer = io.BytesIO()
-            with mpl.rc_context(figures.STYLE):
-                made.savefig(buffer, format=suffix, dpi=150, metadata={"Date": None} if suffix == "svg" else {"Software": None})
-            store.write(folder / "figures" / f"{name}.{suffix}", buffer.getvalue())
+    for name, (svg, png) in page.figures.items():
+        store.write(folder / "figures" / f"{name}.svg", svg.encode())
+        store.write(folder / "figures" / f"{name}.png", png)
     store.write(folder / "runs.csv", _csv(runs_table(arms)))
     store.write(folder / "curves.csv", _csv(curves_table(arms)))
     environment = {key: about["environment"][key] for key in SHOWN}

@@ -6,6 +6,7 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from varreg.lab import names
 from varreg.lab.run import Config, Results
 
 TASKS = {"fashion-mnist": "fashion-mnist:valid=0", "cifar10": "cifar10-lenet:valid=0"}
@@ -24,6 +25,8 @@ class Reproduction:
     kind = "reproduce"
 
     def __post_init__(self) -> None:
+        if self.name not in TASKS:
+            raise names.unknown("experiment", self.name, TASKS)
         if self.epochs < 1 or self.seeds < 1:
             raise ValueError(f"varreg: at least one epoch and one seed are needed; got {self.epochs} and {self.seeds}.")
 

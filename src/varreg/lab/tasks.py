@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from varreg.lab import data, models, names
@@ -77,6 +76,8 @@ def hold_out(train: Split, test: Split, valid: int) -> Splits:
 
 
 def _digits(data_dir: Path | None) -> Splits:
+    from sklearn.datasets import load_digits  # here, since it takes a second
+
     embedded = load_digits()
     x, y = torch.tensor(embedded.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(embedded.target)
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
