@@ -225,12 +225,13 @@ def run(
     store.check_writable(folder)
     with store.alone(folder, "this run"):
         done = read_result(folder)
-        return done if done is not None else _train(Run(config, splits, data_dir), folder, every, progress, stop)
+        return done if done is not None else train(Run(config, splits, data_dir), folder, every, progress, stop)
 
 
-def _train(
+def train(
     going: Run, folder: Path, every: float, progress: Callable[[int, int], None], stop: Callable[[], bool]
 ) -> dict[str, Any]:
+    """What `run` does, for a run that was built."""
     config = going.config
     store.sweep(folder)
     store.write_json(folder / "config.json", {"config": asdict(config), "environment": environment()})
