@@ -26,12 +26,14 @@ def trained(cls, steps=5, **options):
 
 @pytest.mark.parametrize("per", ["element", "tensor", "model"])
 def test_mean(per):
-    """One λ for all: after one step beyond the first, the mean weighted by the squared change, and the step is that of SGD times it."""
+    """One λ for all: of the first step, which is 1, and the second, which begins at the same place for both; and the step is SGD's times it."""
     plain, params, _ = trained(varreg.VRSGD, 2, per=per)
     mean, own, before = trained(ablated(varreg.VRSGD, "mean"), 2, per=per)
-    lams = [plain.lambda_of(p) for p in params]  # the first step has λ = 1 in both, so the second begins at the same place
+    lams = [plain.lambda_of(p) for p in params]
     squares = [p.grad.square() for p in params]
-    expected = float(sum((lam * s).sum() for lam, s in zip(lams, squares, strict=True)) / sum(s.sum() for s in squares))
+    second = float(sum((lam * s).sum() for lam, s in zip(lams, squares, strict=True)) / sum(s.sum() for s in squares))
+    assert abs(second - 1) > 1e-3
+    expected = (1 + second) / 2
     for p, x in zip(own, before, strict=True):
         assert float(mean.lambda_of(p).min()) == float(mean.lambda_of(p).max()) == pytest.approx(expected, rel=1e-12)
         torch.testing.assert_close(p.detach(), x - 0.05 * expected * p.grad, rtol=1e-10, atol=1e-14)

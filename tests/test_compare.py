@@ -198,7 +198,7 @@ def test_a_difference_is_detected_and_explained():
     assert said["kind"] == "better"
     assert "VRSGD ends with a lower test loss than SGD" in said["headline"]
     assert "s = 0: worse than with λ as it is" in said["why"]
-    assert "what λ did, a factor of the learning rate does" in said["why"]
+    assert "no sign that λ did more than a factor of the learning rate does" in said["why"]
     d = found["contrasts"][0]["differences"]["test_loss"]
     assert d["low"] < -0.2 < d["high"] < 0
 
@@ -208,7 +208,17 @@ def test_where_a_coordinate_matters():
         return 1.0 - (0.2 if c.optimizer == "VRSGD" and c.options["s"] and "ablation" not in c.options else 0.0) + noise(c)
 
     said = analyze(SMALL, filled(SMALL, best_at(0.1), test))["verdict"][0]
-    assert "is more than a longer step" in said["why"]
+    assert "more than a longer step does, and it matters which coordinate has which λ" in said["why"]
+
+
+def test_where_a_step_matters_and_a_coordinate_does_not():
+    def test(c):
+        return (
+            1.0 - (0.2 if c.optimizer == "VRSGD" and c.options["s"] and c.options.get("ablation") != "mean" else 0.0) + noise(c)
+        )
+
+    said = analyze(SMALL, filled(SMALL, best_at(0.1), test))["verdict"][0]
+    assert "more than a longer step does; there is no sign that it matters which coordinate" in said["why"]
 
 
 def test_worse():

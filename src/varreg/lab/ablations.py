@@ -2,8 +2,8 @@
 
 Each takes a regularized optimizer's class to one whose λ is replaced, at every step, after it was computed as ever:
 
-- `mean`: by its mean over all coordinates, weighted by the squared change, so that the step is about as long as it was. What is left is a factor
-  of the learning rate.
+- `mean`: by its mean over all coordinates, weighted by the squared change, and over all steps so far. What is left is a factor of the learning
+  rate, that tells neither coordinates nor steps apart.
 - `shuffled`: within each parameter, over its coordinates, at random. What is left is how λ is distributed, and not where.
 
 (`s=0`, the third one, needs no class: it is the base at the regularized optimizer's learning rate.)
@@ -26,7 +26,9 @@ class _Mean(Regularized):
         if weight:
             mean = sum(float((w.lam * square).sum()) for w, square in zip(works, squares, strict=True)) / weight
             for w in works:
-                w.lam = torch.full_like(w.lam, mean)
+                so_far = w.state.setdefault("vr_mean", torch.zeros_like(w.state["vr_steps"]))
+                so_far.add_((mean - so_far) / w.state["vr_steps"])
+                w.lam = so_far.to(w.lam.dtype).expand_as(w.lam).clone()
 
 
 class _Shuffled(Regularized):

@@ -239,13 +239,24 @@ def why_words(a: dict[str, Any], ablations: list[Contrast]) -> str:
         parts.append(
             f"{c.against.removeprefix(a['name'] + ', ')}: {word} ({number(-d.value)}, {number(-d.high)} to {number(-d.low)})"
         )
-    mean = next((c.differences.get(PRIMARY) for c in own if "mean" in c.against), None)
     said = f"Its λ was {number(a['lambda'])} on average. Ablations at the same learning rate, change in test loss: {'; '.join(parts)}."
-    if mean is not None and not math.isnan(mean.low) and not mean.excludes(0):
-        said += " So which coordinate has which λ makes no detectable difference: what λ did, a factor of the learning rate does."
-    elif mean is not None and mean.excludes(0) and mean.value < 0:
-        said += " So which coordinate has which λ matters here, and is more than a longer step."
-    return said
+    return f"{said} {conclusion({c.against.rpartition(' ')[2]: c.differences.get(PRIMARY) for c in own})}".strip()
+
+
+def conclusion(differences: dict[str, Estimate | None]) -> str:
+    """From the differences to λ replaced by its `mean`, and to λ `shuffled`."""
+    mean, shuffled = (
+        d if d is not None and not math.isnan(d.low) else None for d in (differences.get(k) for k in ("mean", "shuffled"))
+    )
+    if mean is None:
+        return ""
+    if not mean.excludes(0):
+        return "So there is no sign that λ did more than a factor of the learning rate does."
+    if mean.value > 0:
+        return "So a plain factor of the learning rate does better than λ."
+    if shuffled is not None and shuffled.excludes(0) and shuffled.value < 0:
+        return "So λ did more than a longer step does, and it matters which coordinate has which λ."
+    return "So λ did more than a longer step does; there is no sign that it matters which coordinate has which λ."
 
 
 def text(found: dict[str, Any]) -> str:
