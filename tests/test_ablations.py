@@ -49,6 +49,17 @@ def test_shuffled():
         torch.testing.assert_close(q.detach(), x - 0.05 * b.view_as(q) * q.grad, rtol=1e-10, atol=1e-14)
 
 
+def test_shuffled_per_tensor():
+    """One λ for a parameter: parameters change places."""
+    plain, params, _ = trained(varreg.VRSGD, 2, per="tensor")
+    shuffled, own, before = trained(ablated(varreg.VRSGD, "shuffled"), 2, per="tensor")
+    a, b = ([float(o.lambda_of(p)) for p in ps] for o, ps in ((plain, params), (shuffled, own)))
+    assert sorted(a) == sorted(b)
+    assert a != b
+    for q, x, lam in zip(own, before, b, strict=True):
+        torch.testing.assert_close(q.detach(), x - 0.05 * lam * q.grad, rtol=1e-10, atol=1e-14)
+
+
 @pytest.mark.parametrize("how", ABLATIONS)
 @pytest.mark.parametrize("name", [name for name, entry in OPTIMIZERS.items() if entry.regularized])
 def test_history_is_that_of_the_optimizer_itself(name, how):

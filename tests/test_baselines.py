@@ -111,6 +111,45 @@ def test_dog(cls):
             torch.testing.assert_close(p.detach(), r, rtol=1e-9, atol=1e-12)
 
 
+def test_svrg_at_its_snapshot_takes_the_full_gradient():
+    """With the same batch, and the same dropout in both of its gradients, they cancel."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(5, 1))
+    x, y, _ = problem()
+    optimizer = SVRG(model.parameters(), lr=1.0)
+
+    def evaluate():
+        optimizer.zero_grad()
+        loss = (model(x).squeeze(1) - y).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.snapshot(evaluate)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step(evaluate)
+    for p, b in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(b - p.detach(), optimizer.state[p]["mu"], rtol=1e-10, atol=1e-12)
+
+
+def test_the_average_of_dog():
+    x, y, params = problem()
+    optimizer = DoG(params, reps_rel=0.01)
+    average = None
+    for t, (bx, by) in enumerate(batches(x, y), 1):
+        optimizer.step(closure(optimizer, bx, by, params))
+        w = 9 / (t + 8)
+        average = [
+            p.detach().clone() if average is None else (1 - w) * a + w * p.detach()
+            for p, a in zip(params, average or params, strict=True)
+        ]
+    last = [p.detach().clone() for p in params]
+    optimizer.swap_average()
+    for p, a in zip(params, average, strict=True):
+        torch.testing.assert_close(p.detach(), a, rtol=1e-10, atol=1e-12)
+    optimizer.swap_average()
+    assert all(torch.equal(p.detach(), x) for p, x in zip(params, last, strict=True))
+
+
 def test_bad_arguments():
     _, _, params = problem()
     for make in (

@@ -135,6 +135,28 @@ def test_own_task(tmp_path):
     assert "two spirals" in (tmp_path / "out" / "report.html").read_text()
 
 
+def test_own_task_that_changes(tmp_path):
+    """A report needs no code of the user's; and results are not taken for those of a task that has changed."""
+    shutil.copy(OWN, tmp_path / "own_task.py")
+    command = ("compare", "--task", "own_task:spirals", *SMALL, "--no-ablations", "--out", "out")
+    varreg(*command, cwd=tmp_path)
+    (tmp_path / "own_task.py").write_text(OWN.read_text().replace("0.02", "0.03"))
+    assert "are not those that the results in out come from" in varreg(*command, cwd=tmp_path, expect=1)
+    (tmp_path / "own_task.py").unlink()
+    assert "Report: out/report.html" in varreg("report", "out", cwd=tmp_path)
+
+
+def test_own_task_that_is_random(tmp_path):
+    """Seeded before it is loaded, so that all processes have the same data; and one that finds other randomness is found out."""
+    text = OWN.read_text().replace("torch.Generator().manual_seed(seed)", "None")
+    (tmp_path / "seeded.py").write_text(text)
+    assert "Report:" in varreg("compare", "--task", "seeded:spirals", *SMALL, "--no-ablations", "--out", "a", cwd=tmp_path)
+    wild = text.replace("def split(", "torch.manual_seed(__import__('os').getpid())\n\n    def split(")
+    (tmp_path / "wild.py").write_text(wild)
+    said = varreg("compare", "--task", "wild:spirals", *SMALL, "--no-ablations", "--out", "b", cwd=tmp_path, expect=1)
+    assert "gives other data or another model in each process" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import gzip
 import hashlib
@@ -96,10 +97,25 @@ def test_download_of_files(server, cache):
     found = data.locate(source(url))
     assert found == cache / "tiny"
     assert [bytes(data.contents(found, n, source(url)).numpy()) for n in FILES] == [plain(n) for n in FILES]
-    assert [p.name for p in cache.iterdir()] == ["tiny"]  # nothing else is left
+    assert seen(cache) == ["tiny"]  # nothing else is left
     for n in FILES:
         (folder / n).unlink()
     assert data.locate(source(url)) == found  # not asked for again
+
+
+def seen(folder: Path) -> list[str]:
+    """What is in a folder, without the lock, which stays."""
+    return [p.name for p in folder.iterdir() if not p.name.endswith(".lock")]
+
+
+def test_two_that_download_at_once(server, cache):
+    """The slower one waits, and uses what the other brought."""
+    folder, url = server
+    put(folder)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: data.download(source(url), cache), range(4)))
+    assert found == [cache / "tiny"] * 4
+    assert seen(cache) == ["tiny"]
 
 
 def test_download_of_an_archive(server, cache):
@@ -117,15 +133,15 @@ def test_download_of_an_archive(server, cache):
 def test_a_download_that_is_not_what_it_should_be(server, cache):
     folder, url = server
     put(folder, {**FILES, "b.gz": b"something else"})
-    with pytest.raises(ValueError, match="hash"):
+    with pytest.raises(ValueError, match=r"varreg: tiny is in none of the data folders, and cannot be had .*hash"):
         data.locate(source(url))
     assert not (cache / "tiny").exists()
 
 
 def test_no_connection(cache):
-    with pytest.raises(ValueError, match=r"tiny is in none of the data folders, and http://127.0.0.1:9/ cannot be reached"):
+    with pytest.raises(ValueError, match=r"tiny is in none of the data folders, and cannot be had from http://127.0.0.1:9/"):
         data.locate(source("http://127.0.0.1:9/"))
-    assert not list(cache.iterdir())
+    assert not seen(cache)
 
 
 def test_where_it_is_looked_for(tmp_path, cache, monkeypatch):

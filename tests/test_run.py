@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
+import random
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -95,6 +98,45 @@ def test_every_optimizer_goes_on_to_the_bit(name, options, tmp_path):
         with contextlib.suppress(StoppedError):
             run(config, tmp_path / "broken", stop=lambda left=left, last=steps - 1: next(left) == last)
     assert_same(tmp_path / "whole", tmp_path / "broken")
+
+
+class Odd(torch.nn.Module):
+    """Dropout, random numbers of NumPy and Python, and a buffer that is not in the state dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(64, 10)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+        x = torch.nn.functional.dropout(x.flatten(1), 0.3, self.training)
+        return self.linear(x) * (1 + 0.01 * np.random.rand() + 0.01 * random.random()) + 0.001 * self.calls  # noqa: NPY002
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "SVRG", "DoG"])
+def test_a_model_with_random_numbers_goes_on_to_the_bit(optimizer, tmp_path, monkeypatch):
+    made = dataclasses.replace(task("logistic"), model=Odd)
+    monkeypatch.setattr("varreg.lab.tasks.task", lambda spec: made)
+    config = Config("logistic", optimizer, 0.05, **SMALL)
+    run(config, tmp_path / "whole")
+    for steps in (5, 4, 10**9):
+        left = iter(range(steps))
+        with contextlib.suppress(StoppedError):
+            run(config, tmp_path / "broken", stop=lambda left=left, last=steps - 1: next(left) == last)
+    assert_same(tmp_path / "whole", tmp_path / "broken")
+
+
+def test_two_processes_do_not_work_on_one_run(tmp_path, monkeypatch):
+    config = Config("logistic", "SGD", 0.1, **SMALL)
+    monkeypatch.setattr("varreg.lab.store.PATIENCE", 0.1)
+    (tmp_path / config.name).mkdir()
+    with (
+        store.alone(tmp_path / config.name, "this run"),
+        pytest.raises(ValueError, match="another process is at work on this run"),
+    ):
+        run(config, tmp_path)
 
 
 def test_a_result_that_is_there_is_not_computed_again(tmp_path):

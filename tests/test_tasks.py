@@ -10,7 +10,7 @@ import torch
 from varreg.lab import Split, Splits, Task
 from varreg.lab.names import parse
 from varreg.lab.run import Config, Run
-from varreg.lab.tasks import TASKS, hold_out, load, task
+from varreg.lab.tasks import TASKS, check, fingerprint, hold_out, load, task
 
 IMAGES = {"fashion-mnist": (1, 28, 28), "cifar10-lenet": (3, 32, 32), "cifar10-resnet": (3, 32, 32)}
 
@@ -80,7 +80,7 @@ def test_a_task_of_ones_own(tmp_path, monkeypatch):
     assert task("own_tasks:tiny,width=5").batch == 10
     with pytest.raises(ValueError, match=r"must return a varreg.lab.Task, and returned int"):
         task("own_tasks:wrong")
-    with pytest.raises(ValueError, match="module 'own_tasks' has no 'absent'"):
+    with pytest.raises(ValueError, match="module 'own_tasks' has no function 'absent'"):
         task("own_tasks:absent")
     with pytest.raises(ValueError, match=r"It takes width=3"):
         task("own_tasks:tiny,depth=5")
@@ -100,6 +100,58 @@ def test_unknown_names_and_options():
         parse("VRSGD:s=1,s=2")
     with pytest.raises(ValueError, match="spread ≥ 0"):
         task("stream:spread=-1")
+
+
+SPLIT = Split(torch.randn(20, 4), torch.randint(0, 2, (20,)))
+NAN = Split(torch.full((20, 4), float("nan")), SPLIT.y)
+EMPTY = Split(SPLIT.x[:0], SPLIT.y[:0])
+LINEAR = lambda: torch.nn.Linear(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (
+            Task("", lambda _: [SPLIT, SPLIT], LINEAR, 10, 1),
+            r"must load varreg.lab.Splits\(train, valid, test\), and loaded list",
+        ),
+        (
+            Task("", lambda _: Splits([1], SPLIT, SPLIT), LINEAR, 10, 1),
+            r"train split of task own must be varreg.lab.Split\(x, y\)",
+        ),
+        (
+            Task("", lambda _: Splits(SPLIT, Split(SPLIT.x[:3], SPLIT.y), SPLIT), LINEAR, 10, 1),
+            "valid split .* one of each is needed",
+        ),
+        (Task("", lambda _: Splits(SPLIT, NAN, SPLIT), LINEAR, 10, 1), "valid split of task own has inputs that are not finite"),
+        (Task("", lambda _: Splits(SPLIT, SPLIT, EMPTY), LINEAR, 10, 1), "test split of task own is empty"),
+        (Task("", lambda _: Splits(SPLIT, SPLIT, SPLIT), torch.nn.ReLU, 10, 1), "cannot be used on its data|has no parameters"),
+        (Task("", lambda _: Splits(SPLIT, SPLIT, SPLIT), lambda: torch.nn.Linear(5, 2), 10, 1), "cannot be used on its data"),
+        (
+            Task("", lambda _: Splits(SPLIT, SPLIT, SPLIT), LINEAR, 10, 1, torch.nn.CrossEntropyLoss(reduction="none")),
+            "its model and loss cannot be used on its data|must be a single number",
+        ),
+        (
+            Task("", lambda _: Splits(SPLIT, SPLIT, SPLIT), LINEAR, 10, 1, torch.nn.CrossEntropyLoss(reduction="sum")),
+            "not a mean over samples",
+        ),
+    ],
+)
+def test_a_task_that_cannot_be_trained_is_found_out_before(made, words, monkeypatch):
+    monkeypatch.setattr("varreg.lab.tasks.task", lambda spec: made)
+    load.cache_clear()
+    with pytest.raises(ValueError, match=words):
+        check("own", None, 10)
+    load.cache_clear()
+
+
+def test_the_fingerprint_tells_data_and_models_apart():
+    model = torch.nn.Linear(4, 2)
+    first = fingerprint("own", Splits(SPLIT, SPLIT, SPLIT), model)
+    assert first == fingerprint("own", Splits(SPLIT, SPLIT, SPLIT), torch.nn.Linear(4, 2))
+    other = Split(SPLIT.x + 1, SPLIT.y)
+    assert first != fingerprint("own", Splits(other, SPLIT, SPLIT), model)
+    assert first != fingerprint("own", Splits(SPLIT, SPLIT, SPLIT), torch.nn.Linear(4, 3))
 
 
 def test_held_out():

@@ -49,15 +49,16 @@ def carry_out(made: Any, out: Path, jobs: int, data_dir: Path | None, total: int
     from varreg.lab.verdict import text
 
     console = Console()
-    experiment.begin(made, out, command)
     stopped = False
     try:
         with Display(total, console) as display:
-            experiment.carry_out(made, out, jobs or cores(), data_dir, display)
+            experiment.carry_out(made, out, jobs or cores(), data_dir, display, command)
     except KeyboardInterrupt:
         stopped = True
+    if stopped and not (out / "experiment.json").exists():
+        raise typer.Exit(130)
     page, found = report.build(out)
-    console.print(text(found), highlight=False, markup=False)
+    console.print(text(found), highlight=False, markup=False, soft_wrap=not console.is_terminal)
     console.print(f"\nReport: {page}", highlight=False, markup=False, soft_wrap=True)
     if stopped:
         console.print("Stopped. The same command goes on where it was.", highlight=False)

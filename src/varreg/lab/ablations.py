@@ -4,7 +4,8 @@ Each takes a regularized optimizer's class to one whose λ is replaced, at every
 
 - `mean`: by its mean over all coordinates, weighted by the squared change, and over all steps so far. What is left is a factor of the learning
   rate, that tells neither coordinates nor steps apart.
-- `shuffled`: within each parameter, over its coordinates, at random. What is left is how λ is distributed, and not where.
+- `shuffled`: within each parameter, over its coordinates, at random; with `per="tensor"`, over the parameters. What is left is how λ is
+  distributed, and not where.
 
 (`s=0`, the third one, needs no class: it is the base at the regularized optimizer's learning rate.)
 """
@@ -34,6 +35,12 @@ class _Mean(Regularized):
 class _Shuffled(Regularized):
     def _replace_lambda(self, works: list[Work]) -> None:
         generator = torch.Generator()
+        single = [w for w in works if w.lam.dim() == 0]  # one λ for a whole parameter: these change places
+        if single:
+            generator.manual_seed(int(single[0].state["vr_steps"]))
+            lams = [single[i].lam for i in torch.randperm(len(single), generator=generator).tolist()]
+            for w, lam in zip(single, lams, strict=True):
+                w.lam = lam
         for i, w in enumerate(works):  # from the step's number, so that a run that is resumed shuffles as one that was not
             generator.manual_seed(1_000_003 * int(w.state["vr_steps"]) + i)
             flat = w.lam.reshape(-1)

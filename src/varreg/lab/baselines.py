@@ -61,9 +61,11 @@ class SVRG(Optimizer):
             raise ValueError("varreg: SVRG.step() needs a closure that computes the loss and its gradients.")
         if any("mu" not in self.state[p] for group in self.param_groups for p in group["params"]):
             raise ValueError("varreg: SVRG needs a snapshot(closure) before its first step.")
+        random = torch.get_rng_state()
         loss = _loss(closure)
         here = self._gradients()
         self._swap()
+        torch.set_rng_state(random)  # the same dropout in both
         _loss(closure)
         there = self._gradients()
         self._swap()
@@ -113,12 +115,16 @@ class MSVAG(Optimizer):
         return loss
 
 
+_DECAY = 8
+"""γ of the average, as in the paper."""
+
+
 class DoG(Optimizer):
     """Distance over gradients (Ivgi, Hinder and Carmon 2023): x ← x − η·g with η = max(r_ε, max |xᵢ − x₀|) / √(Σ|gᵢ|² + ε).
 
     There is no learning rate to tune: `lr` multiplies η, and is 1. r_ε = `reps_rel`·(1 + |x₀|). The norms are those of all parameters
-    together; with `per="layer"` (L-DoG), each parameter has its own. The paper also averages the iterates, which is not done here:
-    all optimizers are compared at their last one.
+    together; with `per="layer"` (L-DoG), each parameter has its own. As in the paper, what is to be used is an average of the iterates that
+    forgets (its section 4): x̄ ← (1 − w)·x̄ + w·x with w = 9/(t + 8). `swap_average()` puts it in the place of the parameters, and back.
     """
 
     def __init__(self, params: ParamsT, lr: float = 1.0, reps_rel: float = 1e-6, eps: float = 1e-8, per: str = "model"):
@@ -146,13 +152,26 @@ class DoG(Optimizer):
         for p, group in zip(params, groups, strict=True):
             if "x0" not in self.state[p]:
                 reach = group["reps_rel"] * (1 + self._norm([q.detach() for q in params]))
-                self.state[p].update(x0=p.detach().clone(), reach=reach, squares=0.0)
+                self.state[p].update(x0=p.detach().clone(), average=p.detach().clone(), reach=reach, squares=0.0, steps=0)
         reach = max(self._norm([p - self.state[p]["x0"] for p in params]), *(self.state[p]["reach"] for p in params))
         squares = max(self.state[p]["squares"] for p in params) + self._norm([p.grad for p in params if p.grad is not None]) ** 2
         for p, group in zip(params, groups, strict=True):
             self.state[p].update(reach=reach, squares=squares)
             if p.grad is not None:
                 p.sub_(p.grad, alpha=group["lr"] * reach / math.sqrt(squares + group["eps"]))
+            state = self.state[p]
+            state["steps"] += 1
+            state["average"].lerp_(p.detach(), (1 + _DECAY) / (state["steps"] + _DECAY))
+
+    @torch.no_grad()
+    def swap_average(self) -> None:
+        """The average in the place of the parameters; and once more, the parameters."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "average" in self.state[p]:
+                    x = p.detach().clone()
+                    p.copy_(self.state[p]["average"])
+                    self.state[p]["average"].copy_(x)
 
 
 class LDoG(DoG):

@@ -61,7 +61,8 @@ class Comparison:
     kind = "compare"
 
     def __post_init__(self) -> None:
-        if len(self.optimizers) < 2 or len(set(self.optimizers)) < len(self.optimizers):
+        parsed = [str(names.parse(spec)) for spec in self.optimizers]
+        if len(parsed) < 2 or len(set(parsed)) < len(parsed):
             raise ValueError(
                 f"varreg: name two or more different optimizers, the base first; got {', '.join(self.optimizers) or 'none'}."
             )
@@ -74,15 +75,19 @@ class Comparison:
             raise ValueError(f"varreg: epochs and batch must be positive; got {self.epochs} and {self.batch}.")
         if self.lr is not None and not 0 < self.lr[0] <= self.lr[1] < math.inf:
             raise ValueError(f"varreg: a range of learning rates needs 0 < low ≤ high; got {self.lr[0]:g} to {self.lr[1]:g}.")
-        task = tasks.task(self.task)
-        object.__setattr__(self, "epochs", self.epochs or task.epochs)  # what is saved does not depend on the task's defaults
-        object.__setattr__(self, "batch", self.batch or task.batch)
+        if len(set(self.s)) < len(self.s):
+            raise ValueError(f"varreg: values of s are given twice: {', '.join(f'{s:g}' for s in self.s)}.")
+        if not self.epochs or not self.batch:  # what is saved has both, and does not depend on the task's code any more
+            task = tasks.task(self.task)
+            object.__setattr__(self, "epochs", self.epochs or task.epochs)
+            object.__setattr__(self, "batch", self.batch or task.batch)
         for spec in self.optimizers:
-            optimizers.check(*names.parse(spec))
+            name, options = names.parse(spec)
+            optimizers.check(name, options)
             if len(self.s_of(spec)) > self.trials:
                 raise ValueError(f"varreg: {self.trials} trials are too few for {len(self.s)} values of s.")
             for _, options in self.grid(spec):
-                optimizers.check(names.parse(spec)[0], options)
+                optimizers.check(name, options)
 
     @classmethod
     def of(cls, arguments: dict[str, Any]) -> Comparison:
@@ -93,6 +98,9 @@ class Comparison:
     def arguments(self) -> dict[str, Any]:
         return asdict(self)
 
+    def about(self) -> str:
+        return tasks.task(self.task).about
+
     # The plan ----------------------------------------------------------------------------------------------------------------------
 
     def s_of(self, spec: str) -> tuple[float, ...]:
@@ -101,12 +109,13 @@ class Comparison:
         return self.s if optimizers.entry(name).regularized and "s" not in options else ()
 
     def grid(self, spec: str) -> list[tuple[float, dict[str, Any]]]:
-        """Learning rates and options: at most `trials` of them, the same number for all but for those without a learning rate."""
+        """Learning rates and options: `trials` of them for all but those without a learning rate. Values of s share them evenly."""
         name, options = names.parse(spec)
-        entry, values = optimizers.entry(name), self.s_of(spec)
+        entry = optimizers.entry(name)
         low, high = self.lr if self.lr and entry.low < entry.high else (entry.low, entry.high)
-        lrs = log_grid(low, high, self.trials // max(1, len(values)))
-        return [(lr, {**options, **extra}) for extra in ([{"s": s} for s in values] or [{}]) for lr in lrs]
+        extras: list[dict[str, Any]] = [{"s": s} for s in self.s_of(spec)] or [{}]
+        counts = [self.trials // len(extras) + (i < self.trials % len(extras)) for i in range(len(extras))]
+        return [(lr, {**options, **extra}) for extra, n in zip(extras, counts, strict=True) for lr in log_grid(low, high, n)]
 
     def _configs(self, spec: str, lr: float, options: dict[str, Any], seeds: range, test: Any) -> list[Config]:
         name = names.parse(spec)[0]
@@ -137,10 +146,9 @@ class Comparison:
 
             arms.append(Arm(spec, "candidate" if i else "base", spec, fresh(best.options)))
             if self.ablations and optimizers.entry(names.parse(spec)[0]).regularized and "ablation" not in best.options:
-                arms.append(Arm(f"{spec}, s = 0", "ablation", spec, fresh({**best.options, "s": 0.0})))
-                words = {"mean": "λ replaced by its mean", "shuffled": "λ shuffled"}
                 arms += [
-                    Arm(f"{spec}, {words[how]}", "ablation", spec, fresh({**best.options, "ablation": how})) for how in ABLATIONS
+                    Arm(f"{spec}, {word}", "ablation", spec, fresh(options))
+                    for word, options in ablations_of(best.options).items()
                 ]
         return arms
 
@@ -148,9 +156,9 @@ class Comparison:
         """All runs that are known to be needed, given those that are there: first the trials of all, then the arms."""
         trials = [config for spec in self.optimizers for trial in self.trials_of(spec) for config in trial.configs]
         if any(config.name not in results for config in trials):
-            return trials
+            return distinct(trials)
         arms = [arm.configs for arm in self.arms(results)]
-        return trials + [configs[i] for i in range(self.seeds) for configs in arms]
+        return distinct(trials + [configs[i] for i in range(self.seeds) for configs in arms])
 
     def size(self) -> int:
         """How many runs there will be."""
@@ -161,6 +169,17 @@ class Comparison:
         )
 
 
+def ablations_of(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What they are called, and their options; one that would change nothing is left out."""
+    words = {"mean": "λ replaced by its mean", "shuffled": "λ shuffled"}
+    hows = [how for how in ABLATIONS if not (how == "shuffled" and options.get("per") == "model")]
+    return {"s = 0": {**options, "s": 0.0}} | {words[how]: {**options, "ablation": how} for how in hows}
+
+
+def distinct(configs: list[Config]) -> list[Config]:
+    return list({config.name: config for config in configs}.values())
+
+
 def log_grid(low: float, high: float, n: int) -> list[float]:
     """From low to high, in equal steps of the logarithm, to three digits.
 
@@ -169,7 +188,7 @@ def log_grid(low: float, high: float, n: int) -> list[float]:
     """
     if low == high or n == 1:
         return [float(f"{math.sqrt(low * high):.3g}")]
-    return [float(f"{low * (high / low) ** (i / (n - 1)):.3g}") for i in range(n)]
+    return list(dict.fromkeys(float(f"{low * (high / low) ** (i / (n - 1)):.3g}") for i in range(n)))
 
 
 def final(result: dict[str, Any], metric: str) -> float:
@@ -191,14 +210,14 @@ def target(base: Trial, results: Results) -> float:
     lowest = []
     for config in base.configs:
         seen = results[config.name]["evaluations"]
-        total = seen["step"][-1]
-        lowest.append(
-            min(v for v, step in zip(seen["valid_loss"], seen["step"], strict=True) if step <= TARGET_AT * total or step == 0)
-        )
+        first, last = seen["step"][1], seen["step"][-1]
+        losses = [v for v, step in zip(seen["valid_loss"], seen["step"], strict=True) if 0 < step <= max(TARGET_AT * last, first)]
+        lowest.append(min(losses))
     return st.fmean(lowest)
 
 
 def time_to(result: dict[str, Any], goal: float, unit: str) -> float:
     """Steps or seconds until the validation loss was at the goal, as seen after each epoch; infinite where it never was."""
     seen = result["evaluations"]
-    return next((float(t) for t, loss in zip(seen[unit], seen["valid_loss"], strict=True) if loss <= goal), math.inf)
+    times = zip(seen[unit][1:], seen["valid_loss"][1:], strict=True)
+    return next((float(t) for t, loss in times if loss <= goal), math.inf)

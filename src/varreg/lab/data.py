@@ -16,6 +16,7 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
+import filelock
 import pooch
 import torch
 from torch import Tensor
@@ -147,7 +148,9 @@ def download(source: Source, cache: Path) -> Path:
     """All files, from the official source, with a progress bar; the folder appears when it is complete, and not before."""
     folder = cache / source.folder
     cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as temporary:
+    with filelock.FileLock(cache / f".{source.folder}.lock"), tempfile.TemporaryDirectory(dir=cache) as temporary:
+        if folder.is_dir():  # another process was at it
+            return folder
         try:
             if source.archive is None:
                 for name, file in source.files.items():
@@ -161,9 +164,9 @@ def download(source: Source, cache: Path) -> Path:
                             raise ValueError(f"varreg: {source.url} has no {name} in it.")
                         with (Path(temporary) / name).open("wb") as out:
                             shutil.copyfileobj(member, out)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a checksum that does not fit
             raise ValueError(
-                f"varreg: {source.folder} is in none of the data folders, and {source.url} cannot be reached ({error}). Put "
+                f"varreg: {source.folder} is in none of the data folders, and cannot be had from {source.url} ({error}). Put "
                 f"{', '.join(source.files)} into a folder {source.folder}/ and name its parent with --data-dir or $VARREG_DATA."
             ) from error
         for name in source.files:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from varreg.lab import store
+from varreg.lab import store, tasks
 from varreg.lab.environment import environment
 from varreg.lab.pool import Pool
-from varreg.lab.run import Config, Results, read_result
+from varreg.lab.run import Config, Results, Run, read_result
 
 
 class Experiment(Protocol):
@@ -22,6 +21,10 @@ class Experiment(Protocol):
 
     def arguments(self) -> dict[str, Any]:
         """All that the plan depends on."""
+        ...
+
+    def about(self) -> str:
+        """The task, in words."""
         ...
 
     def plan(self, results: Results) -> list[Config]:
@@ -37,25 +40,32 @@ class Watcher(Protocol):
     def ended(self, config: Config, result: dict[str, Any]) -> None: ...
 
 
-def begin(experiment: Experiment, folder: Path, command: list[str]) -> None:
-    """Write down what will be done; a folder that has another experiment in it is an error."""
-    store.check_writable(folder)
+def begin(experiment: Experiment, folder: Path, data_dir: Path | None, command: list[str]) -> str:
+    """Check that it can be done, before anything is trained, and write down what will be; the fingerprint of its task.
+
+    A folder that has another experiment in it is an error, as is a task that has changed since.
+    """
     path = folder / "experiment.json"
-    if path.exists():
-        known = store.read_json(path)
-        if known["kind"] != experiment.kind or known["arguments"] != _plain(experiment.arguments()):
-            raise ValueError(
-                f"varreg: {folder} has another experiment in it: {known['kind']} with {known['arguments']}; asked for: "
-                f"{experiment.kind} with {_plain(experiment.arguments())}. Choose another folder with --out."
-            )
-        return
-    about = {
-        "kind": experiment.kind,
-        "arguments": _plain(experiment.arguments()),
-        "command": command,
-        "environment": environment(),
-    }
-    store.write_json(path, about)
+    known = store.read_json(path) if path.exists() else None
+    if known is not None and (known["kind"] != experiment.kind or known["arguments"] != _plain(experiment.arguments())):
+        raise ValueError(
+            f"varreg: {folder} has another experiment in it: {known['kind']} with {known['arguments']}; asked for: "
+            f"{experiment.kind} with {_plain(experiment.arguments())}. Choose another folder with --out."
+        )
+    configs = experiment.plan({})
+    found = tasks.check(configs[0].task, data_dir, configs[0].batch)
+    for config in {config.optimizer: config for config in configs}.values():
+        Run(config, None, data_dir)
+    tasks.load.cache_clear()  # the other processes have their own
+    if known is not None and known["fingerprint"] != found:
+        raise ValueError(
+            f"varreg: the data or the model of task {configs[0].task} are not those that the results in {folder} come from. "
+            "Choose another folder with --out."
+        )
+    if known is None:
+        about = {"kind": experiment.kind, "arguments": _plain(experiment.arguments()), "about": experiment.about()}
+        store.write_json(path, {**about, "fingerprint": found, "command": command, "environment": environment()})
+    return found
 
 
 def _plain(value: Any) -> Any:
@@ -80,18 +90,21 @@ def results_of(experiment: Experiment, folder: Path) -> Results:
         results |= new
 
 
-def carry_out(experiment: Experiment, folder: Path, jobs: int, data_dir: Path | None, watcher: Watcher) -> Results:
+def carry_out(
+    experiment: Experiment, folder: Path, jobs: int, data_dir: Path | None, watcher: Watcher, command: list[str]
+) -> Results:
     """All runs, `jobs` at a time; those that are there are not run again."""
-    with store.alone(folder, "this experiment"):
+    store.check_writable(folder)
+    with store.alone(folder, "this experiment"), contextlib.ExitStack() as stack:
+        fingerprint = begin(experiment, folder, data_dir, command)
         results = results_of(experiment, folder)
-        with contextlib.ExitStack() as stack:
-            pool: Callable[..., Any] | None = None
-            while True:
-                todo = [config for config in experiment.plan(results) if config.name not in results]
-                watcher.planned(todo, len(results))
-                if not todo:
-                    return results
-                pool = pool or stack.enter_context(Pool(min(jobs, len(todo)), data_dir, tuple(sys.path[:1])))
-                for config, result in pool(todo, folder / "runs", watcher.progress):
-                    results[config.name] = result
-                    watcher.ended(config, result)
+        pool: Pool | None = None
+        while True:
+            todo = [config for config in experiment.plan(results) if config.name not in results]
+            watcher.planned(todo, len(results))
+            if not todo:
+                return results
+            pool = pool or stack.enter_context(Pool(jobs, data_dir, fingerprint, tuple(sys.path[:1])))
+            for config, result in pool(todo, folder / "runs", watcher.progress):
+                results[config.name] = result
+                watcher.ended(config, result)

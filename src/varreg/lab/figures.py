@@ -63,18 +63,26 @@ def _scale(axes: Axes, values: Sequence[float]) -> None:
         axes.set_yscale("log")
 
 
-def _band(
-    axes: Axes, x: np.ndarray, rows: Sequence[Sequence[float]], color: str, label: str, dashed: bool = False
-) -> list[float]:
-    """The mean over seeds, and their range."""
+def _padded(rows: Sequence[Sequence[float]]) -> np.ndarray:
+    """Runs that ended before the others, with nan for what they lack."""
     length = max(map(len, rows))
-    y = np.array([[*row, *[math.nan] * (length - len(row))] for row in rows], dtype=float)
+    return np.array([[*row, *[math.nan] * (length - len(row))] for row in rows], dtype=float)
+
+
+def _band(
+    axes: Axes, x: np.ndarray, rows: Sequence[Sequence[float]], color: str, label: str, dashed: bool = False, whole: bool = False
+) -> list[float]:
+    """The mean over seeds, and their range; with `whole`, no further than all seeds go, and a cross where one was lost."""
+    y = _padded(rows)
     y[~np.isfinite(y)] = math.nan
-    seen = ~np.isnan(y).all(axis=0)
+    seen = ~np.isnan(y).any(axis=0) if whole else ~np.isnan(y).all(axis=0)
     if not seen.any():
         axes.plot([], [], color=color, label=label)
         return []
-    x, y = x[:length][seen], y[:, seen]
+    ends = np.flatnonzero(seen)[-1]
+    if whole and not np.isnan(y[:, ends + 1 :]).all():
+        axes.plot(x[ends], y[:, ends].mean(), "x", color=color, ms=9, mew=2.5)
+    x, y = x[: y.shape[1]][seen], y[:, seen]
     axes.plot(x, np.nanmean(y, axis=0), color=color, label=label, linestyle="--" if dashed else "-")
     if len(rows) > 1:
         axes.fill_between(x, np.nanmin(y, axis=0), np.nanmax(y, axis=0), color=color, alpha=0.15, linewidth=0)
@@ -96,7 +104,9 @@ def curves(arms: dict[str, Runs], metrics: Sequence[str], unit: str = "step", ta
             for i, (name, runs) in enumerate(arms.items()):
                 x = _longest(runs, "evaluations", unit)
                 dashed = i > 0 and name.startswith("SGD, lr")
-                values += _band(axes, x, [run["evaluations"][metric] for run in runs], COLORS[i % len(COLORS)], name, dashed)
+                values += _band(
+                    axes, x, [run["evaluations"][metric] for run in runs], COLORS[i % len(COLORS)], name, dashed, whole=True
+                )
             if metric == "valid_loss" and math.isfinite(target):
                 axes.axhline(target, color="#9aa1ad", linestyle=":", linewidth=1.2)
                 axes.annotate(
@@ -148,8 +158,9 @@ def per_layer(runs: Runs) -> Figure:
             values: list[float] = []
             for column in shown:
                 layer = column.partition("/")[2].removesuffix(".weight")
+                layer = f"\u200b{layer}" if layer.startswith("_") else layer  # such a label would not be shown
                 layers += [layer] if layer not in layers else []
-                y = _smooth(np.array([run["statistics"][column] for run in runs if column in run["statistics"]], dtype=float))
+                y = _smooth(_padded([run["statistics"][column] for run in runs if column in run["statistics"]]))
                 x = _longest(runs, "statistics", "step")[: len(y)]
                 axes.plot(x, y, color=COLORS[layers.index(layer) % len(COLORS)], label=layer, linewidth=1.4)
                 values += [float(v) for v in y if math.isfinite(v)]

@@ -73,4 +73,9 @@ def call(function: Callable[..., Any], options: dict[str, Any], what: str) -> An
     except TypeError as error:
         takes = ", ".join(str(p) for p in inspect.signature(function).parameters.values()) or "no options"
         raise ValueError(f"varreg: {what}: {error}. It takes {takes}.") from None
-    return function(**options)
+    try:
+        return function(**options)
+    except Exception as error:
+        if isinstance(error, ValueError) and str(error).startswith("varreg: "):
+            raise
+        raise ValueError(f"varreg: {what} failed: {type(error).__name__}: {error}") from error

@@ -81,6 +81,8 @@ def build(name: str, params: Iterable[Tensor] | Iterable[tuple[str, Tensor]], lr
             raise names.unknown(f"option of {name}", option, known)
     try:
         made: Optimizer = cls(params, lr=lr, **options)
-    except TypeError as error:
-        raise ValueError(f"varreg: {name} does not take {options}: {error}.") from error
+    except Exception as error:  # torch's own checks raise many kinds
+        if str(error).startswith("varreg: "):
+            raise
+        raise ValueError(f"varreg: {name} does not take {options}: {error}") from error
     return made

@@ -12,7 +12,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from varreg.lab import compare, figures, reproduce, tasks, verdict
+from varreg.lab import compare, figures, reproduce, verdict
 from varreg.lab.verdict import number
 
 BANDS = "Lines are means over seeds, bands their range."
@@ -94,12 +94,18 @@ def _spread(values: list[float], factor: float = 1.0) -> str:
     return f"{_mean(scaled)} ({number(min(scaled))}–{number(max(scaled))})"
 
 
-def compare_page(page: Page, made: compare.Comparison, found: dict[str, Any], arms: Arms) -> tuple[str, str]:
+def compare_page(page: Page, made: compare.Comparison, about: str, found: dict[str, Any], arms: Arms) -> tuple[str, str]:
     """Fill the page; its title and what stands below."""
     base, *others = made.optimizers
+    counts = {spec: len(made.grid(spec)) for spec in made.optimizers}
+    each = (
+        ", ".join(f"{spec} {n}" for spec, n in counts.items())
+        if len(set(counts.values())) > 1
+        else f"each optimizer {made.trials}"
+    )
     budget = (
-        f"Each optimizer had {made.trials} trials × {made.tuning_seeds} tuning seeds; the best by validation loss was run with "
-        f"{made.seeds} fresh seeds, the same for all. The test split was read once, at the end."
+        f"Trials: {each}, × {made.tuning_seeds} tuning seeds; the best by validation loss was run with {made.seeds} fresh seeds, the same for all. "
+        "The test split was read once, at the end."
     )
     main = {name: runs for name, runs in arms.items() if name in made.optimizers}
     if found["arms"]:
@@ -112,7 +118,7 @@ def compare_page(page: Page, made: compare.Comparison, found: dict[str, Any], ar
         rows = [("best" if t["best"] else "", _trial(t)) for t in found["trials"]]
         page.table(["optimizer", "learning rate", "s", "validation loss", "diverged", "chosen"], rows, "All trials")
     _statistics(page, main)
-    return f"{', '.join(others)} against {base} on {made.task}", f"{tasks.task(made.task).about}. {budget}"
+    return f"{', '.join(others)} against {base} on {made.task}", f"{about}. {budget}"
 
 
 def _numbers(page: Page, found: dict[str, Any]) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import concurrent.futures as futures
 import contextlib
+import functools
 import multiprocessing
 import os
 import queue
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from varreg.lab import tasks
 from varreg.lab.run import Config, StoppedError, run
 
 Result = dict[str, Any]
@@ -41,25 +44,56 @@ def _start(messages: Any, stop: Any, paths: list[str]) -> None:
     threading.Thread(target=follow, daemon=True).start()
 
 
-def _work(config: Config, folder: Path, data_dir: Path | None) -> Result | None:
+def _work(config: Config, folder: Path, data_dir: Path | None, fingerprint: str) -> Result | None:
     if _stop.is_set():
         return None
-    with contextlib.suppress(StoppedError):
-        _messages.put((config.name, 0, 1))
-        return run(
-            config, folder, None, data_dir, progress=lambda step, n: _messages.put((config.name, step, n)), stop=_stop.is_set
-        )
+    try:
+        with contextlib.suppress(StoppedError):
+            _messages.put((config.name, 0, 1))
+            _check_data(config.task, data_dir, fingerprint)
+            return run(
+                config, folder, None, data_dir, progress=lambda step, n: _messages.put((config.name, step, n)), stop=_stop.is_set
+            )
+    except Exception as error:
+        if str(error).startswith("varreg: "):
+            raise
+        raise RuntimeError(
+            f"varreg: the run {config.name!r} failed.\n{traceback.format_exc()}"
+        ) from None  # one that can be sent to another process
     return None
+
+
+@functools.cache
+def _check_data(task: str, data_dir: Path | None, expected: str) -> None:
+    splits = tasks.load(task, data_dir)
+    tasks.seed_all(0)
+    if tasks.fingerprint(task, splits, tasks.task(task).model()) != expected:
+        raise ValueError(
+            f"varreg: task {task} gives other data or another model in each process: make what it loads depend on nothing random."
+        )
+
+
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """Processes that are started here do not hear Ctrl-C, from their first moment on."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Pool:
     """Processes that are kept from one call to the next; use it in `with`."""
 
-    def __init__(self, jobs: int, data_dir: Path | None = None, paths: tuple[str, ...] = ()):
+    def __init__(self, jobs: int, data_dir: Path | None, fingerprint: str, paths: tuple[str, ...] = ()):
         if jobs < 1:
             raise ValueError(f"varreg: at least one job is needed; got {jobs}.")
         context = multiprocessing.get_context("spawn")
-        self.data_dir, self.jobs = data_dir, jobs
+        self.data_dir, self.fingerprint = data_dir, fingerprint
         self.messages, self.stop = context.Queue(), context.Event()
         arguments = (self.messages, self.stop, list(paths))
         self.executor = futures.ProcessPoolExecutor(jobs, context, _start, arguments)
@@ -75,7 +109,8 @@ class Pool:
         self, configs: list[Config], folder: Path, progress: Callable[[str, int, int], None]
     ) -> Iterator[tuple[Config, Result]]:
         """Results as they come. Where the caller stops in between, by Ctrl-C say, runs under way save where they are, and can be gone on with."""
-        waiting = {self.executor.submit(_work, config, folder, self.data_dir): config for config in configs}
+        with _deaf():
+            waiting = {self.executor.submit(_work, config, folder, self.data_dir, self.fingerprint): config for config in configs}
         try:
             while waiting:
                 done, _ = futures.wait(waiting, timeout=0.1, return_when=futures.FIRST_COMPLETED)

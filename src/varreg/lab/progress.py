@@ -33,6 +33,7 @@ class Display:
         self.live = Progress(*columns, console=console, transient=True) if console.is_terminal else None
         self.bars: dict[str, TaskID] = {}
         self.titles: dict[str, str] = {}
+        self.over: set[str] = set()
 
     def __enter__(self) -> Display:
         if self.live:
@@ -55,13 +56,14 @@ class Display:
             )
 
     def progress(self, name: str, step: int, total: int) -> None:
-        if self.live:
+        if self.live and name not in self.over:
             if name not in self.bars:
                 self.bars[name] = self.live.add_task(self.titles.get(name, name), total=total)
             self.live.update(self.bars[name], completed=step, total=total)
 
     def ended(self, config: Config, result: dict[str, Any]) -> None:
         self.done += 1
+        self.over.add(config.name)
         if self.live:
             if config.name in self.bars:
                 self.live.remove_task(self.bars.pop(config.name))

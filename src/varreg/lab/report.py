@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,15 @@ from varreg.lab import compare, experiment, names, reproduce, store, verdict
 from varreg.lab.pages import Arms, Page, compare_page, reproduce_page
 from varreg.lab.run import Config, Results
 
-TAGS = {"better": "it helped", "worse": "it hurt", "same": "no difference", "unknown": "cannot be said"}
+TAGS = {
+    "better": "it helped",
+    "worse": "it hurt",
+    "same": "no detectable difference",
+    "unknown": "cannot be said",
+    "explained": "it reproduces, and a longer step explains it",
+    "reproduced": "it reproduces",
+    "refuted": "it does not reproduce",
+}
 CURVES = ("train_loss", "train_accuracy", "valid_loss", "valid_accuracy", "test_loss", "test_accuracy")
 SHOWN = ("varreg", "commit", "torch", "python", "processor", "cores")
 """Of the environment."""
@@ -31,7 +40,7 @@ def read(folder: Path) -> tuple[experiment.Experiment, dict[str, Any], Results]:
         about = store.read_json(path)
         kinds: dict[str, Any] = {"compare": compare.Comparison.of, "reproduce": lambda a: reproduce.Reproduction(**a)}
         made: experiment.Experiment = kinds[about["kind"]](about["arguments"])
-    except (KeyError, TypeError, UnicodeDecodeError) as error:
+    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(
             f"varreg: {path} is not what this version of varreg writes ({type(error).__name__}: {error})."
         ) from error
@@ -46,7 +55,7 @@ def build(folder: Path) -> tuple[Path, dict[str, Any]]:
     if isinstance(made, compare.Comparison):
         found = verdict.analyze(made, results)
         arms = runs_of({arm.name: arm.configs for arm in made.arms(results)}, results)
-        title, subtitle = compare_page(page, made, found, arms)
+        title, subtitle = compare_page(page, made, about["about"], found, arms)
     else:
         assert isinstance(made, reproduce.Reproduction)
         found = reproduce.analyze(made, results)

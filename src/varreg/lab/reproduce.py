@@ -6,7 +6,7 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from varreg.lab import names
+from varreg.lab import names, tasks
 from varreg.lab.run import Config, Results
 
 TASKS = {"fashion-mnist": "fashion-mnist:valid=0", "cifar10": "cifar10-lenet:valid=0"}
@@ -32,6 +32,9 @@ class Reproduction:
 
     def arguments(self) -> dict[str, Any]:
         return asdict(self)
+
+    def about(self) -> str:
+        return tasks.task(TASKS[self.name]).about
 
     def _arm(self, optimizer: str, lr: float, **options: Any) -> list[Config]:
         task = TASKS[self.name]
@@ -89,6 +92,9 @@ def analyze(experiment: Reproduction, results: Results) -> dict[str, Any]:
             )
     complete = len(arms) == 4 and all(len(arm["seeds"]) == experiment.seeds for arm in arms)
     warnings = [] if complete else ["This report is partial: not all runs have ended. The same command goes on."]
+    warnings += [f"{arm['name']} diverged in {arm['diverged']} of {len(arm['seeds'])} runs." for arm in arms if arm["diverged"]]
+    if experiment.seeds < 2:
+        warnings.append("One seed shows nothing: use --seeds 3 or more.")
     return {"complete": complete, "arms": arms, "warnings": warnings, "verdict": _sentences(arms) if complete else []}
 
 
@@ -96,37 +102,40 @@ def _mean(curves: list[list[float]]) -> list[float]:
     return [statistics.fmean(column) for column in zip(*curves, strict=False)]
 
 
+def _said(arm: dict[str, Any]) -> str:
+    loss, accuracy = arm["train_loss"], 100 * statistics.fmean(arm["test_accuracy"])
+    return f"{arm['name']}: training loss {statistics.fmean(loss):.3f} ({min(loss):.3f}–{max(loss):.3f}), test accuracy {accuracy:.1f} %"
+
+
+def _epochs_to(arm: dict[str, Any], goal: float, epochs: int) -> str:
+    at = next((i for i, x in enumerate(arm["curve"]) if x <= goal), None)
+    return f"{at} epochs" if at is not None else f"more than {epochs} epochs"
+
+
 def _sentences(arms: list[dict[str, Any]]) -> list[dict[str, str]]:
     """What reproduces, and what explains it."""
     sgd, printed, averaged, control = arms
-    loss = {arm["name"]: statistics.fmean(arm["train_loss"]) for arm in arms}
-    accuracy = {arm["name"]: 100 * statistics.fmean(arm["test_accuracy"]) for arm in arms}
-    epochs = len(sgd["curve"]) - 1
-
-    def first(arm: dict[str, Any]) -> int | None:
-        return next((i for i, x in enumerate(arm["curve"]) if x <= loss["SGD"]), None)
-
-    def said(arm: dict[str, Any]) -> str:
-        name = arm["name"]
-        span = f"{min(arm['train_loss']):.3f}–{max(arm['train_loss']):.3f}"
-        return f"{name}: training loss {loss[name]:.3f} ({span}), test accuracy {accuracy[name]:.1f} %"
-
-    gain = loss["SGD"] - loss[printed["name"]]
-    better = gain > 0 and max(printed["train_loss"]) < min(sgd["train_loss"])
-    reproduces = f"At learning rate {LR:g} and the same seeds, after {epochs} epochs: {said(sgd)}; {said(printed)}."
-    if better:
-        at = first(printed)
-        reproduces += f" VR-SGD needs {at} epochs for what SGD reaches in {epochs}. The paper's claim reproduces."
-    else:
-        reproduces += " That VR-SGD is faster does not reproduce here."
-    share = (loss["SGD"] - loss[control["name"]]) / gain if gain else float("nan")
-    at = first(control)
-    explains = (
-        f"But its effective λ was {printed['lambda']:.2f}: the step was simply longer. {said(control)}, with no variance in it, "
-        f"and {at} epochs for what SGD reaches in {epochs}."
+    if any(arm["diverged"] for arm in arms):
+        counts = "; ".join(f"{arm['name']}: {arm['diverged']} of {len(arm['seeds'])}" for arm in arms)
+        return [{"kind": "unknown", "headline": f"Runs diverged ({counts}): nothing is concluded.", "speed": "", "why": ""}]
+    goal, epochs = statistics.fmean(sgd["train_loss"]), len(sgd["curve"]) - 1
+    gain, longer = (goal - statistics.fmean(arm["train_loss"]) for arm in (printed, control))
+    faster = max(printed["train_loss"]) < min(sgd["train_loss"])
+    headline = f"At learning rate {LR:g} and the same seeds, after {epochs} epochs: {_said(sgd)}; {_said(printed)}."
+    also = f"With the history averaged, as the text has it, λ was {averaged['lambda']:.2f}. {_said(averaged)}."
+    matched = f"The λ that it used was {printed['lambda']:.2f} on average. The control, with no variance in it: {_said(control)}."
+    if not faster:
+        return [
+            {
+                "kind": "refuted",
+                "headline": f"{headline} That VR-SGD is faster does not reproduce here.",
+                "speed": matched,
+                "why": also,
+            }
+        ]
+    headline += (
+        f" VR-SGD needs {_epochs_to(printed, goal, epochs)} for what SGD reaches in {epochs}: the paper's claim reproduces."
     )
-    if better:
-        explains += f" The longer step alone makes {100 * share:.0f} % of the gain in training loss."
-    other = f"With the history averaged, as the text has it, λ was {averaged['lambda']:.2f}. {said(averaged)}."
-    kind = "same" if better and share > 0.9 else "better" if better else "worse"
-    return [{"kind": kind, "headline": reproduces, "speed": explains, "why": other}]
+    matched += f" It needs {_epochs_to(control, goal, epochs)} for the same: "
+    matched += f"the longer step alone makes {100 * longer / gain:.0f} % of the gain in training loss."
+    return [{"kind": "explained" if longer > 0.9 * gain else "reproduced", "headline": headline, "speed": matched, "why": also}]

@@ -10,12 +10,14 @@ import functools
 import hashlib
 import json
 import math
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -89,6 +91,23 @@ def effective_lambdas(optimizer: Any, named: Sequence[tuple[str, Tensor]]) -> di
     return {**out, "": weighted / weight, "mean": plain / count} if weight else out
 
 
+def _random_state() -> dict[str, Any]:
+    """Of torch, NumPy and Python."""
+    kind, key, *rest = cast("tuple[Any, ...]", np.random.get_state())  # noqa: NPY002
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": [kind, torch.from_numpy(key.astype(np.int64)), *rest],
+        "python": random.getstate(),
+    }
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    kind, key, *rest = state["numpy"]
+    np.random.set_state((kind, key.numpy().astype(np.uint32), *rest))  # noqa: NPY002
+    random.setstate(state["python"])
+
+
 class Run:
     """A run in progress: what a checkpoint holds."""
 
@@ -108,7 +127,7 @@ class Run:
             raise ValueError(
                 f"varreg: task {config.task!r} has no validation split, and choices are made on it: hold some samples out."
             )
-        torch.manual_seed(config.seed)
+        tasks.seed_all(config.seed)
         self.model = self.task.model()
         self.named = list(self.model.named_parameters())
         self.optimizer: Any = optimizers.build(config.optimizer, self.named, config.lr, config.options)
@@ -124,12 +143,16 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         kept = {name: getattr(self, name) for name in self._KEPT}
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "rng": torch.get_rng_state(), **kept}
+        buffers = dict(self.model.named_buffers())  # those that a state dict leaves out, too
+        state = {"model": self.model.state_dict(), "buffers": buffers, "optimizer": self.optimizer.state_dict()}
+        return {**state, "random": _random_state(), **kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["rng"])
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(state["buffers"][name])
+        _set_random_state(state["random"])
         for name in self._KEPT:
             setattr(self, name, state[name])
 
@@ -167,14 +190,19 @@ class Run:
         """The gradient of the mean over all training samples."""
         train, n = self.splits.train, len(self.splits.train)
         self.optimizer.zero_grad()
-        for x, y in zip(train.x.split(1000), train.y.split(1000), strict=True):
+        parts = -(-n // 1000)
+        for x, y in zip(train.x.tensor_split(parts), train.y.tensor_split(parts), strict=True):
             (self.task.loss(self.model(x), y) * (len(y) / n)).backward()
 
     def evaluate(self) -> None:
+        """Of the parameters, or of their average where the optimizer keeps one to be used."""
         record = {"step": self.step, "seconds": self.seconds}
+        swap = getattr(self.optimizer, "swap_average", lambda: None)
+        swap()
         for name, split in zip(Splits._fields, (self.seen, *self.splits[1:]), strict=True):
             if name != "test" or self.config.test == "epochs" or (self.config.test == "end" and self.step == self.total):
                 record[f"{name}_loss"], record[f"{name}_accuracy"] = evaluate(self.model, split, self.task)
+        swap()
         for key, values in self.evaluations.items():
             values.append(record.get(key, math.nan))
 
@@ -190,7 +218,9 @@ class Run:
 
     @property
     def diverged(self) -> bool:
-        return bool(self.losses) and not math.isfinite(self.losses[-1])
+        """Is a loss not finite, of a batch or at the last evaluation?"""
+        seen = (*self.losses[-1:], *self.evaluations["train_loss"][-1:])
+        return not all(map(math.isfinite, seen))
 
     def result(self) -> dict[str, Any]:
         kept = {name: getattr(self, name) for name in self._KEPT}

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
 
-FAR = 1e9
-"""Stands for infinity where a quantile is computed."""
+RESAMPLES = 9999
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its confidence interval; without one (nan) where there are too few values for it."""
+    """A number with its confidence interval: without end where there are too few values for one, nan where there is no number."""
 
     value: float
     low: float
@@ -26,47 +23,59 @@ class Estimate:
         return self.low > x or self.high < x
 
 
-def _interval(values: np.ndarray, statistic: object, level: float, method: str) -> tuple[float, float]:
-    if len(values) < 2:
-        return math.nan, math.nan
-    if np.ptp(values) <= 1e-12 * np.abs(values).max():  # the same up to rounding
-        return float(values.min()), float(values.max())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", stats.DegenerateDataWarning)
-        result = stats.bootstrap((values,), statistic, confidence_level=level, method=method, rng=np.random.default_rng(0))
-    return float(result.confidence_interval.low), float(result.confidence_interval.high)
+NOTHING = Estimate(math.nan, math.nan, math.nan)
 
 
 def mean_difference(a: list[float], b: list[float], level: float = 0.95) -> Estimate:
-    """The mean of a − b over pairs, with its BCa bootstrap interval.
+    """The mean of a − b over pairs, with its bootstrap-t interval (Efron and Tibshirani 1993, chapter 12).
+
+    Resampled means are divided by their own standard error. That keeps what an interval promises with ten pairs, where the usual
+    percentile and BCa bootstraps are too short, and it has no end where there are too few pairs to say anything.
 
     >>> mean_difference([1.0, 2.0, 3.0], [0.5, 1.5, 2.5])
     Estimate(value=0.5, low=0.5, high=0.5)
     """
-    differences = np.subtract(a, b)
-    if not len(differences) or not np.isfinite(differences).all():
-        return Estimate(math.nan, math.nan, math.nan)
-    return Estimate(float(differences.mean()), *_interval(differences, np.mean, level, "BCa"))
+    d = np.subtract(a, b)
+    n = len(d)
+    if not n or not np.isfinite(d).all():
+        return NOTHING
+    mean = float(d.mean())
+    if n == 1:
+        return Estimate(mean, -math.inf, math.inf)
+    if np.ptp(d) <= 1e-12 * np.abs(d).max():  # the same up to rounding
+        return Estimate(mean, float(d.min()), float(d.max()))
+    sample = d[np.random.default_rng(0).integers(n, size=(RESAMPLES, n))]
+    shift, error = sample.mean(1) - mean, sample.std(1, ddof=1) / math.sqrt(n)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        t = np.where(np.ptp(sample, axis=1) > 0, shift / error, np.where(shift == 0, 0.0, np.copysign(np.inf, shift)))
+    low, high = np.quantile(t, [(1 - level) / 2, (1 + level) / 2], method="inverted_cdf")
+    own = float(d.std(ddof=1)) / math.sqrt(n)
+    return Estimate(mean, mean - own * float(high), mean - own * float(low))
 
 
 def median_ratio(a: list[float], b: list[float], level: float = 0.95) -> Estimate:
-    """The median of a/b over pairs of positive numbers, with its percentile bootstrap interval.
+    """The median of a/b over pairs of positive numbers, with the exact interval of the sign test: from one of the sorted ratios to another.
 
     Either may be infinite, a target that was missed: finite over infinite is 0, infinite over infinite a tie.
 
-    >>> round(median_ratio([10.0, math.inf, 30.0], [20.0, math.inf, 60.0]).value, 9)
+    >>> median_ratio([10.0, math.inf, 30.0], [20.0, math.inf, 60.0]).value
     0.5
     """
     if not a:
-        return Estimate(math.nan, math.nan, math.nan)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        logs = np.log(a) - np.log(b)
-    logs = np.clip(np.nan_to_num(logs, nan=0.0, posinf=FAR, neginf=-FAR), -FAR, FAR)
-    low, high = _interval(logs, np.median, level, "percentile")
-    return Estimate(*(_unlog(x) for x in (float(np.median(logs)), low, high)))
+        return NOTHING
+    ratios = sorted(1.0 if x == y else x / y if math.isfinite(y) else 0.0 for x, y in zip(a, b, strict=True))
+    n, k = len(ratios), 0
+    while 2 * sum(math.comb(n, i) for i in range(k + 1)) / 2**n <= 1 - level:
+        k += 1  # the interval from the k-th to the k-th last ratio holds the median often enough
+    middle = ratios[n // 2] if n % 2 or ratios[n // 2] == ratios[n // 2 - 1] else (ratios[n // 2 - 1] + ratios[n // 2]) / 2
+    return Estimate(middle, *((ratios[k - 1], ratios[n - k]) if k else (0.0, math.inf)))
 
 
-def _unlog(x: float) -> float:
-    if math.isnan(x):
-        return x
-    return math.inf if x > 700 else math.exp(x) if x > -700 else 0.0
+def sign_test(more: int, less: int) -> float:
+    """How likely is it that of so many pairs at least so many differ in one direction, if both directions are as likely?
+
+    >>> sign_test(6, 0)
+    0.03125
+    """
+    n = more + less
+    return min(1.0, 2 * sum(math.comb(n, i) for i in range(min(more, less) + 1)) / 2**n) if n else 1.0

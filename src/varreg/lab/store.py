@@ -15,6 +15,8 @@ from typing import Any
 import filelock
 import torch
 
+PATIENCE = 10.0
+"""Seconds to wait for another process."""
 _UMASK = os.umask(0)
 os.umask(_UMASK)  # there is no other way to ask for it
 
@@ -73,7 +75,7 @@ def write_tensors(path: Path, value: Any) -> None:
 def alone(folder: Path, what: str) -> Iterator[None]:
     """No two processes at work on one folder. A lock ends with its process, however that ends."""
     try:
-        with filelock.FileLock(folder / ".lock", timeout=10):
+        with filelock.FileLock(folder / ".lock", timeout=PATIENCE):
             yield
     except filelock.Timeout:
         raise ValueError(f"varreg: another process is at work on {what}, in {folder}. Wait for it, or end it.") from None
@@ -89,7 +91,6 @@ def check_writable(folder: Path) -> None:
     """Before hours of work: can results be kept here?"""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write(folder / "probe", b"")
-        (folder / "probe").unlink()
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ValueError(f"varreg: results cannot be written to {folder}: {error.strerror or error}.") from error

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import math
 import pydoc_data.topics
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -199,6 +202,8 @@ def task(spec: str) -> Task:
         made = names.call(imported(name, function), names.options(rest_of_own, spec), f"task {name}:{function}")
     else:
         raise names.unknown("task", name, TASKS)
+    if isinstance(made, Task) and (made.batch < 1 or made.epochs < 1):
+        raise ValueError(f"varreg: task {spec} needs a batch and epochs of at least 1; got {made.batch} and {made.epochs}.")
     if not isinstance(made, Task):
         raise ValueError(f"varreg: {spec} must return a varreg.lab.Task, and returned {type(made).__name__}.")
     return made
@@ -206,20 +211,94 @@ def task(spec: str) -> Task:
 
 def imported(module: str, function: str) -> Callable[..., Task]:
     try:
-        found: Callable[..., Task] = getattr(importlib.import_module(module), function)
-    except ModuleNotFoundError as error:
+        found = getattr(importlib.import_module(module), function, None)
+    except Exception as error:
         known = ", ".join(TASKS)
-        raise ValueError(f"varreg: {module}:{function} cannot be imported ({error}). Tasks by name: {known}.") from error
-    except AttributeError as error:
-        raise ValueError(f"varreg: module {module!r} has no {function!r}.") from error
-    return found
+        said = f"{type(error).__name__}: {error}"
+        raise ValueError(f"varreg: {module}:{function} cannot be imported ({said}). Tasks by name: {known}.") from error
+    if not callable(found):
+        raise ValueError(f"varreg: module {module!r} has no function {function!r}.")
+    return cast("Callable[..., Task]", found)
+
+
+def seed_all(seed: int) -> None:
+    """Torch's, NumPy's and Python's own random numbers, since a user's task may use any."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    random.seed(seed)
 
 
 @functools.lru_cache(maxsize=1)
 def load(spec: str, data_dir: Path | None) -> Splits:
     """The splits of a task, read once in a process and checked."""
+    seed_all(0)
     splits = task(spec).load(data_dir)
+    if not isinstance(splits, tuple) or len(splits) != 3:
+        raise ValueError(
+            f"varreg: task {spec} must load varreg.lab.Splits(train, valid, test), and loaded {type(splits).__name__}."
+        )
+    return Splits(*(_checked(spec, name, split) for name, split in zip(Splits._fields, splits, strict=True)))
+
+
+def _checked(spec: str, name: str, split: Any) -> Split:
+    what = f"the {name} split of task {spec}"
+    pair = list(split) if isinstance(split, tuple) else []  # not len(split), which is the number of samples
+    if len(pair) != 2 or not all(isinstance(t, Tensor) for t in pair):
+        raise ValueError(f"varreg: {what} must be varreg.lab.Split(x, y), of two tensors; got {type(split).__name__}.")
+    x, y = pair
+    if not x.dim() or not y.dim() or len(x) != len(y):
+        raise ValueError(
+            f"varreg: {what} has inputs of shape {tuple(x.shape)} and targets of shape {tuple(y.shape)}: one of each is needed."
+        )
+    for t, word in ((x, "inputs"), (y, "targets")):
+        if t.is_floating_point() and not t.isfinite().all():
+            raise ValueError(f"varreg: {what} has {word} that are not finite.")
+    return Split(x, y)
+
+
+def fingerprint(spec: str, splits: Splits, model: nn.Module) -> str:
+    """Of a task's data (all targets, and a thousand inputs of each split) and of its model's parameters, to tell when either changed."""
+    whole = hashlib.sha256()
+    for x, y in splits:
+        rows = x[:: max(1, len(x) // 1000)].contiguous()
+        for t in (rows, y):
+            whole.update(f"{t.dtype} {tuple(t.shape)} {len(x)}".encode())
+            whole.update(t.cpu().contiguous().view(torch.uint8).numpy().tobytes() if t.numel() else b"")
+    for name, p in model.named_parameters():
+        whole.update(f"{name} {tuple(p.shape)}".encode())
+    return whole.hexdigest()[:16]
+
+
+def check(spec: str, data_dir: Path | None, batch: int) -> str:
+    """Before any training: can the model be trained on the data? Its fingerprint."""
+    made, splits = task(spec), load(spec, data_dir)
     for name, split in zip(Splits._fields, splits, strict=True):
-        if len(split.x) != len(split.y):
-            raise ValueError(f"varreg: the {name} split of task {spec} has {len(split.x)} inputs and {len(split.y)} targets.")
-    return Splits(*splits)
+        if name != "valid" and not len(split):
+            raise ValueError(f"varreg: the {name} split of task {spec} is empty.")
+    seed_all(0)
+    try:
+        model = made.model()
+        x, y = splits.train.x[:batch], splits.train.y[:batch]
+        model.eval()
+        output = model(x)
+        loss = made.loss(output, y)
+        halves = [
+            made.loss(output[part], y[part]) * (len(y[part]) / len(y))
+            for part in (slice(0, len(y) // 2), slice(len(y) // 2, None))
+        ]
+    except Exception as error:
+        raise ValueError(
+            f"varreg: task {spec}: its model and loss cannot be used on its data ({type(error).__name__}: {error})."
+        ) from error
+    if not list(model.parameters()):
+        raise ValueError(f"varreg: the model of task {spec} has no parameters.")
+    if loss.dim():
+        raise ValueError(
+            f"varreg: the loss of task {spec} must be a single number, a mean over samples; got shape {tuple(loss.shape)}."
+        )
+    if len(y) > 1 and not torch.isclose(loss, halves[0] + halves[1], rtol=1e-3, atol=1e-5):
+        raise ValueError(
+            f"varreg: the loss of task {spec} is not a mean over samples: of {len(y)} samples it is {loss.item():.6g}, and the "
+            f"weighted mean of its two halves is {(halves[0] + halves[1]).item():.6g}."
+        )
+    return fingerprint(spec, splits, model)

@@ -7,10 +7,11 @@ import statistics as st
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from varreg.lab import names
 from varreg.lab.compare import Arm, Comparison, final, score, target, time_to
 from varreg.lab.reproduce import effective_lambda
 from varreg.lab.run import Results
-from varreg.lab.statistics import Estimate, mean_difference, median_ratio
+from varreg.lab.statistics import Estimate, mean_difference, median_ratio, sign_test
 
 METRICS = ("train_loss", "valid_loss", "test_loss", "test_accuracy")
 PRIMARY = "test_loss"
@@ -49,7 +50,7 @@ def summary_of(arm: Arm, results: Results, goal: float) -> dict[str, Any]:
         "lr": arm.configs[0].lr,
         "options": arm.configs[0].options,
         "seeds": [config.seed for config in arm.configs if config.name in results],
-        "diverged": sum(run["diverged"] for run in runs),
+        "lost": [run["diverged"] or final(run, PRIMARY) == math.inf for run in runs],
         **{metric: column for metric, column in values.items() if not all(map(math.isnan, column))},
         "steps_to_target": [time_to(run, goal, "step") for run in runs],
         "seconds_to_target": [time_to(run, goal, "seconds") for run in runs],
@@ -59,14 +60,19 @@ def summary_of(arm: Arm, results: Results, goal: float) -> dict[str, Any]:
     }
 
 
+def shared_seeds(a: dict[str, Any], b: dict[str, Any]) -> list[int]:
+    return [seed for seed in a["seeds"] if seed in b["seeds"]]
+
+
+def pick(arm: dict[str, Any], key: str, seeds: list[int]) -> list[Any]:
+    """The values of these seeds, in their order."""
+    return [arm[key][arm["seeds"].index(seed)] for seed in seeds]
+
+
 def contrast(a: dict[str, Any], b: dict[str, Any], level: float) -> Contrast:
-    shared = [seed for seed in a["seeds"] if seed in b["seeds"]]
-
-    def pick(arm: dict[str, Any], key: str) -> list[float]:
-        return [arm[key][arm["seeds"].index(seed)] for seed in shared]
-
-    differences = {m: mean_difference(pick(a, m), pick(b, m), level) for m in METRICS if m in a and m in b}
-    ratios = (median_ratio(pick(a, key), pick(b, key), level) for key in ("steps_to_target", "seconds_to_target"))
+    seeds = shared_seeds(a, b)
+    differences = {m: mean_difference(pick(a, m, seeds), pick(b, m, seeds), level) for m in METRICS if m in a and m in b}
+    ratios = (median_ratio(pick(a, key, seeds), pick(b, key, seeds), level) for key in ("steps_to_target", "seconds_to_target"))
     return Contrast(a["name"], b["name"], level, differences, *ratios)
 
 
@@ -84,7 +90,7 @@ def analyze(comparison: Comparison, results: Results) -> dict[str, Any]:
     ablations = [contrast(by_name[arm["of"]], arm, level) for arm in arms if arm["role"] == "ablation" and arm["of"] in by_name]
     trials = trials_of(comparison, results)
     complete = all(config.name in results for config in comparison.plan(results))
-    found = {
+    return {
         "complete": complete,
         "target": goal,
         "level": level,
@@ -93,10 +99,8 @@ def analyze(comparison: Comparison, results: Results) -> dict[str, Any]:
         "ablations": [asdict(c) for c in ablations],
         "trials": trials,
         "warnings": warnings_of(comparison, results, trials, arms, complete),
-        "verdict": [],
+        "verdict": sentences(by_name, contrasts, ablations, goal, complete),
     }
-    found["verdict"] = sentences(comparison, by_name, contrasts, ablations, goal)
-    return found
 
 
 def trials_of(comparison: Comparison, results: Results) -> list[dict[str, Any]]:
@@ -127,31 +131,40 @@ def trials_of(comparison: Comparison, results: Results) -> list[dict[str, Any]]:
 def warnings_of(
     comparison: Comparison, results: Results, trials: list[dict[str, Any]], arms: list[dict[str, Any]], complete: bool
 ) -> list[str]:
-    out = []
-    if not complete:
-        out.append("This report is partial: not all runs have ended. The same command goes on.")
+    out = [] if complete else ["This report is partial: not all runs have ended. The same command goes on."]
     for spec in comparison.optimizers:
-        rows = [row for row in trials if row["optimizer"] == spec]
-        best = next((row for row in rows if row["best"]), None)
-        if len(rows) == len(comparison.grid(spec)) and best is None:
-            out.append(f"{spec}: all trials diverged, so that there is no verdict on it. Try lower learning rates with --lr.")
-        for what, word in (("lr", "learning rate"), ("s", "s")):
-            values = sorted({row[what] for row in rows if row[what] is not None})
-            if best is not None and len(values) >= (2 if what == "lr" else 3) and best[what] in (values[0], values[-1]):
-                side, way = ("lowest", "lower") if best[what] == values[0] else ("highest", "higher")
-                out.append(
-                    f"{spec}: its best {word}, {best[what]:g}, is the {side} of the grid. A {way} one may be better: widen the grid."
-                )
+        out += grid_warnings(comparison, spec, [row for row in trials if row["optimizer"] == spec])
+        if names.parse(spec)[0] == "SVRG":
+            out.append(
+                "SVRG computes two gradients in a step, and that of all samples once in an epoch: compare it by seconds, not by steps."
+            )
     out += [
-        f"{a['name']} diverged in {a['diverged']} of {len(a['seeds'])} runs at its tuned learning rate."
+        f"{a['name']} diverged in {sum(a['lost'])} of {len(a['seeds'])} runs at its tuned learning rate."
         for a in arms
-        if a["diverged"]
+        if any(a["lost"])
     ]
     if comparison.seeds < FEW:
-        out.append(f"With {comparison.seeds} seeds, intervals mean little: {FEW} or more are better.")
+        out.append(f"With {comparison.seeds} seeds, intervals say little: {FEW} or more are better.")
     used = {(run["environment"]["varreg"], run["environment"]["commit"], run["environment"]["torch"]) for run in results.values()}
     if len(used) > 1:
         out.append(f"Runs come from different versions: {'; '.join(sorted(' '.join(map(str, u)) for u in used))}.")
+    return out
+
+
+def grid_warnings(comparison: Comparison, spec: str, rows: list[dict[str, Any]]) -> list[str]:
+    """Of an optimizer whose grid may have missed its best."""
+    out, best = [], next((row for row in rows if row["best"]), None)
+    if len(rows) == len(comparison.grid(spec)) and best is None:
+        out.append(f"{spec}: all trials diverged, so that there is no verdict on it. Try lower learning rates with --lr.")
+    if len(rows) > 1 and min(sum(row["s"] == s for row in rows) for s in {row["s"] for row in rows}) < 3:
+        out.append(f"{spec}: fewer than three learning rates were tried for a value of s. More --trials would find better ones.")
+    for what, word in (("lr", "learning rate"), ("s", "s")):
+        values = sorted({row[what] for row in rows if row[what] is not None})
+        if best is not None and len(values) >= (2 if what == "lr" else 3) and best[what] in (values[0], values[-1]):
+            side, way = ("lowest", "lower") if best[what] == values[0] else ("highest", "higher")
+            out.append(
+                f"{spec}: its best {word}, {best[what]:g}, is the {side} of the grid. A {way} one may be better: widen the grid."
+            )
     return out
 
 
@@ -159,7 +172,17 @@ def warnings_of(
 
 
 def number(x: float) -> str:
-    return "∞" if x == math.inf else "–" if math.isnan(x) else f"{x:.3g}".replace("-", "−")
+    return (
+        "∞"
+        if x == math.inf
+        else "−∞"
+        if x == -math.inf
+        else "–"
+        if math.isnan(x)
+        else "0"
+        if x == 0
+        else f"{x:.3g}".replace("-", "−")
+    )
 
 
 def percent(level: float) -> str:
@@ -167,40 +190,50 @@ def percent(level: float) -> str:
 
 
 def sentences(
-    comparison: Comparison, arms: dict[str, dict[str, Any]], contrasts: list[Contrast], ablations: list[Contrast], goal: float
+    arms: dict[str, dict[str, Any]], contrasts: list[Contrast], ablations: list[Contrast], goal: float, complete: bool
 ) -> list[dict[str, str]]:
     """A headline and what explains it, for each optimizer that is compared with the base."""
     out = []
     for c in contrasts:
         a, b = arms[c.arm], arms[c.against]
         kind, headline = final_words(c, a, b)
-        out.append({"kind": kind, "headline": headline, "speed": speed_words(c, a, b, goal), "why": why_words(a, ablations)})
+        said = {"kind": kind, "headline": headline, "speed": speed_words(c, a, b, goal), "why": why_words(a, ablations)}
+        out.append(said if complete else {**said, "kind": "unknown", "headline": f"So far, with some runs to come: {headline}"})
     return out
 
 
 def final_words(c: Contrast, a: dict[str, Any], b: dict[str, Any]) -> tuple[str, str]:
-    """better, worse, same or unknown; and the sentence."""
-    n = len(set(a["seeds"]) & set(b["seeds"]))
-    if a["diverged"] or b["diverged"]:
-        counts = (
-            f"{c.arm} diverged in {a['diverged']} of {len(a['seeds'])} runs, {c.against} in {b['diverged']} of {len(b['seeds'])}"
-        )
-        kind = "worse" if a["diverged"] > b["diverged"] else "better" if a["diverged"] < b["diverged"] else "unknown"
-        return kind, f"{counts}: losses at the end cannot be compared."
+    """better, worse, same or unknown; and the sentence. Over the seeds that both have."""
+    seeds = shared_seeds(a, b)
+    if any(pick(a, "lost", seeds) + pick(b, "lost", seeds)):
+        return lost_words(c, pick(a, "lost", seeds), pick(b, "lost", seeds))
+    if not seeds:
+        return "unknown", f"{c.arm} and {c.against} have no seed in common yet."
     d = c.differences[PRIMARY]
-    means = f"{number(st.fmean(a[PRIMARY]))} against {number(st.fmean(b[PRIMARY]))}"
-    said = f"difference {number(d.value)}, {percent(c.level)} interval {number(d.low)} to {number(d.high)}, {n} paired seeds"
-    if math.isnan(d.low):
-        return (
-            "unknown",
-            f"{c.arm} and {c.against}: {means} in test loss, with {n} paired seed{'s' * (n != 1)}. That shows nothing.",
-        )
+    means = " against ".join(number(st.fmean(pick(arm, PRIMARY, seeds))) for arm in (a, b))
+    sure = (
+        f"{percent(c.level)} interval {number(d.low)} to {number(d.high)}"
+        if math.isfinite(d.high - d.low)
+        else "too few for an interval"
+    )
+    said = f"{means}; difference {number(d.value)}, {sure}, {len(seeds)} paired seed{'s' * (len(seeds) != 1)}"
     if d.low == d.high == 0:
         return "same", f"{c.arm} and {c.against} are identical: the same test loss on every seed."
+    if not math.isfinite(d.high - d.low):
+        return "unknown", f"{c.arm} and {c.against}: nothing can be said of their test losses ({said})."
     if not d.excludes(0):
-        return "same", f"{c.arm} and {c.against}: no detectable difference in test loss ({means}; {said})."
+        return "same", f"{c.arm} and {c.against}: no detectable difference in test loss ({said})."
     kind, word = ("better", "lower") if d.value < 0 else ("worse", "higher")
-    return kind, f"{c.arm} ends with a {word} test loss than {c.against} ({means}; {said})."
+    return kind, f"{c.arm} ends with a {word} test loss than {c.against} ({said})."
+
+
+def lost_words(c: Contrast, a: list[bool], b: list[bool]) -> tuple[str, str]:
+    """Where runs diverged: by a sign test over the pairs of which one did."""
+    worse, better = sum(x and not y for x, y in zip(a, b, strict=True)), sum(y and not x for x, y in zip(a, b, strict=True))
+    counts = f"{c.arm} diverged in {sum(a)} of {len(a)} runs, {c.against} in {sum(b)} of {len(b)}"
+    if sign_test(worse, better) > 1 - c.level:
+        return "unknown", f"{counts}: their losses cannot be compared, and the difference in numbers may be chance."
+    return ("worse", f"{counts}: it diverges more often.") if worse > better else ("better", f"{counts}: it diverges less often.")
 
 
 def speed_words(c: Contrast, a: dict[str, Any], b: dict[str, Any], goal: float) -> str:
@@ -208,14 +241,14 @@ def speed_words(c: Contrast, a: dict[str, Any], b: dict[str, Any], goal: float) 
     reached = [sum(map(math.isfinite, arm["steps_to_target"])) for arm in (a, b)]
     runs = [f"in {k} of {len(arm['seeds'])} runs" for k, arm in zip(reached, (a, b), strict=True)]
     who = f"The target, a validation loss of {number(goal)}, is reached by {c.arm} {runs[0]}, by {c.against} {runs[1]}."
-    if not all(reached):
+    if not all(reached) or math.isnan(c.steps.value):
         return who
 
     def times(e: Estimate, what: str) -> str:
         sure = "" if e.excludes(1) else ", no detectable difference"
         return f"{number(e.value)} times the {what} ({number(e.low)} to {number(e.high)}{sure})"
 
-    return f"{who} {c.arm} takes {times(c.steps, 'steps')} and {times(c.seconds, 'seconds')} of {c.against}."
+    return f"{who} It takes {times(c.steps, 'steps')} and {times(c.seconds, 'seconds')} of {c.against}."
 
 
 def why_words(a: dict[str, Any], ablations: list[Contrast]) -> str:
@@ -226,7 +259,7 @@ def why_words(a: dict[str, Any], ablations: list[Contrast]) -> str:
     parts = []
     for c in own:
         d = c.differences.get(PRIMARY)
-        if d is None or math.isnan(d.low):
+        if d is None or not math.isfinite(d.high - d.low):
             parts.append(f"{c.against.removeprefix(a['name'] + ', ')}: cannot be compared")
             continue
         word = (
