@@ -358,7 +358,7 @@ def test_partial_results():
     said = found["verdict"][0]
     assert said["kind"] == "unknown"
     assert said["headline"].startswith("So far, with some runs to come: ")
-    assert "too few for an interval, 1 paired seed)" in said["headline"]
+    assert "too few for an interval; lower on 0 of 1 paired seed)" in said["headline"]
 
 
 def test_partial_means_are_of_the_seeds_that_both_have():

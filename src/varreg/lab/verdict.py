@@ -156,8 +156,10 @@ def grid_warnings(comparison: Comparison, spec: str, rows: list[dict[str, Any]])
     out, best = [], next((row for row in rows if row["best"]), None)
     if len(rows) == len(comparison.grid(spec)) and best is None:
         out.append(f"{spec}: all trials diverged, so that there is no verdict on it. Try lower learning rates with --lr.")
-    if len(rows) > 1 and min(sum(row["s"] == s for row in rows) for s in {row["s"] for row in rows}) < 3:
-        out.append(f"{spec}: fewer than three learning rates were tried for a value of s. More --trials would find better ones.")
+    values_of_s = {row["s"] for row in rows}
+    if len(rows) > 1 and min(sum(row["s"] == s for row in rows) for s in values_of_s) < 3:
+        each = " with each s" if len(values_of_s) > 1 else ""
+        out.append(f"{spec}: fewer than three learning rates were tried{each}. More --trials would find better ones.")
     for what, word in (("lr", "learning rate"), ("s", "s")):
         values = sorted({row[what] for row in rows if row[what] is not None})
         if best is not None and len(values) >= (2 if what == "lr" else 3) and best[what] in (values[0], values[-1]):
@@ -216,7 +218,8 @@ def final_words(c: Contrast, a: dict[str, Any], b: dict[str, Any]) -> tuple[str,
         if math.isfinite(d.high - d.low)
         else "too few for an interval"
     )
-    said = f"{means}; difference {number(d.value)}, {sure}, {len(seeds)} paired seed{'s' * (len(seeds) != 1)}"
+    lower = sum(x < y for x, y in zip(pick(a, PRIMARY, seeds), pick(b, PRIMARY, seeds), strict=True))
+    said = f"{means}; difference {number(d.value)}, {sure}; lower on {lower} of {len(seeds)} paired seed{'s' * (len(seeds) != 1)}"
     if d.low == d.high == 0:
         return "same", f"{c.arm} and {c.against} are identical: the same test loss on every seed."
     if not math.isfinite(d.high - d.low):
