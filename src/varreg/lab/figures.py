@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from varreg.lab.verdict import WORDS
 
@@ -47,13 +49,28 @@ def _figure(panels: int, height: float = 3.4, width: float = 4.9) -> tuple[Figur
     return figure, list(axes)
 
 
+def _wrapped(label: str) -> str:
+    r"""A long name in several lines, broken after commas and spaces.
+
+    >>> _wrapped("VRSGD:per=model,scale_free=False, s = 2")
+    'VRSGD:per=model,scale_free=False,\ns = 2'
+    """
+    lines, words = [""], re.findall(r"[^, ]+,? ?|, ?| ", label)
+    for word in words:
+        if len((lines[-1] + word).rstrip()) > 34 and lines[-1]:
+            lines.append("")
+        lines[-1] += word
+    return "\n".join(line.rstrip() for line in lines)
+
+
 def _legend(figure: Figure, axes: Axes) -> None:
     """Below, where it hides nothing."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
-        figure.legend(
-            handles, labels, loc="outside lower center", ncols=max(1, min(len(labels), int(figure.get_figwidth() // 2.4)))
-        )
+        labels = [_wrapped(label) for label in labels]
+        longest = max(len(line) for label in labels for line in label.splitlines())
+        columns = int(figure.get_figwidth() // (0.7 + 0.085 * longest))
+        figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(len(labels), columns)))
 
 
 def _scale(axes: Axes, values: Sequence[float]) -> None:
@@ -217,7 +234,7 @@ def differences(contrasts: list[dict[str, Any]], metric: str = "test_loss") -> F
     """Paired differences and their intervals: left of zero, the first is better."""
     with mpl.rc_context(STYLE):
         rows = [c for c in contrasts if metric in c["differences"] and math.isfinite(c["differences"][metric]["value"])]
-        figure, (axes,) = _figure(1, 1.0 + 0.42 * max(1, len(rows)), 8.4)
+        figure, (axes,) = _figure(1, 1.0 + 0.5 * max(1, len(rows)), 8.4)
         for i, c in enumerate(reversed(rows)):
             d = c["differences"][metric]
             sure = d["high"] < 0 or d["low"] > 0
@@ -226,10 +243,10 @@ def differences(contrasts: list[dict[str, Any]], metric: str = "test_loss") -> F
                 axes.plot([d["low"], d["high"]], [i, i], color=color, linewidth=3, solid_capstyle="round")
             axes.plot(d["value"], i, "o", color=color, ms=7, mfc=color if sure else "white", mew=2)
         axes.axvline(0, color="#2e3440", linewidth=1)
-        axes.set_yticks(
-            range(len(rows)), [f"{c['arm']}  −  {c['against'].replace(c['arm'] + ', ', 'with ')}" for c in reversed(rows)]
-        )
+        labels = [f"{c['arm']} − {c['against'].replace(c['arm'] + ', ', 'with ')}" for c in reversed(rows)]
+        axes.set_yticks(range(len(rows)), [_wrapped(label) for label in labels], fontsize=9)
+        axes.xaxis.set_major_locator(MaxNLocator(6))
         axes.set_ylim(-0.6, max(1, len(rows)) - 0.4)
         axes.grid(axis="y", visible=False)
-        axes.set_title(f"difference in {TITLES[metric]}, paired by seed" if len(rows) else "no difference can be computed")
+        axes.set_title(f"difference in {TITLES[metric]}" if len(rows) else "no difference can be computed")
         return figure

@@ -17,6 +17,7 @@ from varreg.lab.run import Config, Results
 
 TAGS = {
     "better": "it helped",
+    "tuned": "better, but no sign that λ did it",
     "worse": "it hurt",
     "same": "no detectable difference",
     "unknown": "cannot be said",

@@ -174,6 +174,13 @@ def grid_warnings(comparison: Comparison, spec: str, rows: list[dict[str, Any]])
 
 
 def number(x: float) -> str:
+    """Three digits, for people.
+
+    >>> number(0.12345), number(-1234.5), number(math.inf), number(1e-7)
+    ('0.123', '−1,234', '∞', '1e−07')
+    """
+    if 1000 <= abs(x) < 1e6:
+        return f"{x:,.0f}".replace("-", "−")
     return (
         "∞"
         if x == math.inf
@@ -199,6 +206,8 @@ def sentences(
     for c in contrasts:
         a, b = arms[c.arm], arms[c.against]
         kind, headline = final_words(c, a, b)
+        if kind == "better" and (mean := mean_ablation(c.arm, ablations)) is not None and not mean.high < 0:
+            kind = "tuned"
         said = {"kind": kind, "headline": headline, "speed": speed_words(c, a, b, goal), "why": why_words(a, ablations)}
         out.append(said if complete else {**said, "kind": "unknown", "headline": f"So far, with some runs to come: {headline}"})
     return out
@@ -252,6 +261,11 @@ def speed_words(c: Contrast, a: dict[str, Any], b: dict[str, Any], goal: float) 
         return f"{number(e.value)} times the {what} ({number(e.low)} to {number(e.high)}{sure})"
 
     return f"{who} It takes {times(c.steps, 'steps')} and {times(c.seconds, 'seconds')} of {c.against}."
+
+
+def mean_ablation(arm: str, ablations: list[Contrast]) -> Estimate | None:
+    """The difference to λ replaced by its mean."""
+    return next((c.differences.get(PRIMARY) for c in ablations if c.arm == arm and c.against.endswith("mean")), None)
 
 
 def why_words(a: dict[str, Any], ablations: list[Contrast]) -> str:
