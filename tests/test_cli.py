@@ -149,7 +149,10 @@ def test_own_task_that_changes(tmp_path):
 def test_own_task_that_is_random(tmp_path):
     """Seeded before it is loaded, so that all processes have the same data; and one that finds other randomness is found out."""
     text = OWN.read_text().replace("torch.Generator().manual_seed(seed)", "None")
-    (tmp_path / "seeded.py").write_text(text)
+    early = text.replace(
+        "    return Task(", "    three = Splits(split(1000, 1), split(300, 2), split(300, 3))\n\n    return Task("
+    )
+    (tmp_path / "seeded.py").write_text(early.replace("Splits(split(1000, 1), split(300, 2), split(300, 3)),", "three,"))
     assert "Report:" in varreg("compare", "--task", "seeded:spirals", *SMALL, "--no-ablations", "--out", "a", cwd=tmp_path)
     wild = text.replace("def split(", "torch.manual_seed(__import__('os').getpid())\n\n    def split(")
     (tmp_path / "wild.py").write_text(wild)
@@ -217,7 +220,9 @@ def test_interrupted_and_killed(tmp_path):
     process = start(broken)
     wait_for(lambda: list((broken / "out" / "runs").glob("*/config.json")), process)
     time.sleep(1)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all processes
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all processes; and an impatient person does it twice
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert "The same command goes on" in said

@@ -249,8 +249,8 @@ def test_a_difference_is_detected_and_explained():
     said = found["verdict"][0]
     assert said["kind"] == "tuned"
     assert "VRSGD ends with a lower test loss than SGD" in said["headline"]
-    assert "s = 0: worse than with λ as it is" in said["why"]
-    assert "no sign that λ did more than a factor of the learning rate does" in said["why"]
+    assert "s = 0: −0.197 (" in said["why"]
+    assert "what λ did could not be told from a factor of the learning rate" in said["why"]
     d = found["contrasts"][0]["differences"]["test_loss"]
     assert d["low"] < -0.2 < d["high"] < 0
 
@@ -271,7 +271,7 @@ def test_where_a_step_matters_and_a_coordinate_does_not():
         )
 
     said = analyze(SMALL, filled(SMALL, best_at(0.1), test))["verdict"][0]
-    assert "more than a longer step does; there is no sign that it matters which coordinate" in said["why"]
+    assert "more than a longer step does; that it matters which coordinate has which λ could not be seen" in said["why"]
 
 
 def test_worse():
@@ -369,7 +369,18 @@ def test_partial_means_are_of_the_seeds_that_both_have():
             for config in arm.configs[:4]:
                 del results[config.name]
     headline = analyze(SMALL, results)["verdict"][0]["headline"]
-    assert "(6.5 against 6.5; " in headline  # of seeds 4 to 7
+    assert "(6.50 against 6.50; " in headline  # of seeds 4 to 7
+
+
+def test_nothing_is_concluded_from_too_few_seeds():
+    few = Comparison("logistic", ("SGD", "VRSGD"), trials=4, s=(1.0, 3.0), tuning_seeds=1, seeds=3, lr=(0.01, 10.0))
+    found = analyze(few, filled(few, best_at(0.1), lambda c: 1.0 - 0.2 * (c.optimizer == "VRSGD") + noise(c)))
+    said = found["verdict"][0]
+    assert said["kind"] == "unknown"
+    assert "too few for an interval" in said["headline"]
+    assert "too few seeds for an interval" in said["speed"]
+    assert said["why"].endswith("λ shuffled: cannot be compared.")
+    assert "3 seeds are few for 2 optimizers: 6 or more can tell more." in found["warnings"]
 
 
 def test_intervals_are_wider_for_more_candidates():

@@ -90,7 +90,7 @@ def test_a_task_of_ones_own(tmp_path, monkeypatch):
 def test_unknown_names_and_options():
     with pytest.raises(ValueError, match=r"there is no task 'cifar10'; there are: .* Did you mean 'cifar10-lenet'\?"):
         task("cifar10")
-    with pytest.raises(ValueError, match=r"task 'stream': .*It takes spread"):
+    with pytest.raises(ValueError, match=r"task 'stream:spred=1': .*It takes spread"):
         task("stream:spred=1")
     with pytest.raises(ValueError, match="cannot be imported"):
         task("no_such_module_at_all:function")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -92,15 +93,15 @@ def compare(
     given = tuple(optimizers or ("SGD", "VRSGD"))
     made = Comparison(task, given, trials, span(lr), tuple(s or (0.5, 2.0)), tuning_seeds, seeds, epochs, batch, ablations)
     print(f"{task}: {', '.join(given)}; {trials} trials each, {made.size()} runs in all.", flush=True)
-    name = f"compare {task} {' '.join(given)}".replace("/", "-").replace(" ", "_")
+    name = re.sub(r"[^\w.-]+", "_", f"compare {task} {' '.join(given)}")
     carry_out(made, out or Path("runs") / name[:100], jobs, data_dir, made.size(), command_of(sys.argv))
 
 
 @app.command()
 def reproduce(
     name: Annotated[str, typer.Argument(help="fashion-mnist or cifar10")],
-    epochs: Annotated[int, typer.Option(min=1)] = 20,
-    seeds: Annotated[int, typer.Option(min=1)] = 3,
+    epochs: Annotated[int, typer.Option(help="0: 20 for fashion-mnist, 60 for cifar10.", min=0)] = 0,
+    seeds: Annotated[int, typer.Option(help="For each of the four arms.", min=1)] = 3,
     jobs: Jobs = 0,
     data_dir: Data = None,
     out: Out = None,
@@ -109,7 +110,7 @@ def reproduce(
     from varreg.lab.reproduce import Reproduction
 
     made = Reproduction(name, epochs, seeds)
-    print(f"{name}: 4 arms × {seeds} seeds × {epochs} epochs.", flush=True)
+    print(f"{name}: 4 arms × {seeds} seeds × {made.epochs} epochs.", flush=True)
     carry_out(made, out or Path("runs") / f"reproduce_{name}", jobs, data_dir, 4 * seeds, command_of(sys.argv))
 
 

@@ -46,12 +46,15 @@ def begin(experiment: Experiment, folder: Path, data_dir: Path | None, command: 
     A folder that has another experiment in it is an error, as is a task that has changed since.
     """
     path = folder / "experiment.json"
-    known = store.read_json(path) if path.exists() else None
-    if known is not None and (known["kind"] != experiment.kind or known["arguments"] != _plain(experiment.arguments())):
-        raise ValueError(
-            f"varreg: {folder} has another experiment in it: {known['kind']} with {known['arguments']}; asked for: "
-            f"{experiment.kind} with {_plain(experiment.arguments())}. Choose another folder with --out."
+    begun = any((folder / "runs").glob("*/config.json"))  # where no run was, nothing can be lost
+    known = store.read_json(path) if begun and path.exists() else None
+    if known is not None:
+        was, now = (
+            {"kind": k, **a} for k, a in ((known["kind"], known["arguments"]), (experiment.kind, _plain(experiment.arguments())))
         )
+        other = "; ".join(f"{k}: {was.get(k)} there, {now.get(k)} asked for" for k in {**was, **now} if was.get(k) != now.get(k))
+        if other:
+            raise ValueError(f"varreg: {folder} has another experiment in it ({other}). Choose another folder with --out.")
     configs = experiment.plan({})
     found = tasks.check(configs[0].task, data_dir, configs[0].batch)
     for config in {config.optimizer: config for config in configs}.values():

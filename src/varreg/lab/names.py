@@ -71,7 +71,7 @@ def call(function: Callable[..., Any], options: dict[str, Any], what: str) -> An
     try:
         inspect.signature(function).bind(**options)
     except TypeError as error:
-        takes = ", ".join(str(p) for p in inspect.signature(function).parameters.values()) or "no options"
+        takes = ", ".join(f"{p.name}={p.default}" for p in inspect.signature(function).parameters.values()) or "no options"
         raise ValueError(f"varreg: {what}: {error}. It takes {takes}.") from None
     try:
         return function(**options)

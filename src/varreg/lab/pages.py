@@ -76,7 +76,7 @@ def _statistics(page: Page, arms: Arms) -> None:
     )
     page.figure("over-time", figures.over_time(measured), f"Of the whole model, over steps. {BANDS}", "whole model")
     for i, (name, runs) in enumerate(measured.items()):
-        if i < 3:
+        if i < 7:
             page.figure(
                 f"per-layer-{i + 1}",
                 figures.per_layer(runs),
@@ -131,7 +131,9 @@ def _numbers(page: Page, found: dict[str, Any]) -> None:
     if found["contrasts"]:
         level = verdict.percent(found["level"])
         caption = f"{level} bootstrap intervals. Left of zero, the first of the two is better; a hollow point is no detectable difference."
-        page.figure("differences", figures.differences(found["contrasts"] + found["ablations"]), caption)
+        page.figure("differences", figures.differences(found["contrasts"]), caption, "against the base")
+        if found["ablations"]:
+            page.figure("ablations", figures.differences(found["ablations"]), caption, "against the ablations")
 
 
 def _curves(page: Page, found: dict[str, Any], main: Arms, arms: Arms) -> None:

@@ -66,8 +66,9 @@ def _work(config: Config, folder: Path, data_dir: Path | None, fingerprint: str)
 @functools.cache
 def _check_data(task: str, data_dir: Path | None, expected: str) -> None:
     splits = tasks.load(task, data_dir)
-    tasks.seed_all(0)
-    if tasks.fingerprint(task, splits, tasks.task(task).model()) != expected:
+    with tasks.seeded(0):
+        model = tasks.task(task).model()
+    if tasks.fingerprint(task, splits, model) != expected:
         raise ValueError(
             f"varreg: task {task} gives other data or another model in each process: make what it loads depend on nothing random."
         )
@@ -103,7 +104,8 @@ class Pool:
 
     def __exit__(self, *exception: object) -> None:
         self.stop.set()
-        self.executor.shutdown(cancel_futures=True)
+        with _deaf():  # a second Ctrl-C changes nothing: runs under way are saving where they are
+            self.executor.shutdown(cancel_futures=True)
 
     def __call__(
         self, configs: list[Config], folder: Path, progress: Callable[[str, int, int], None]

@@ -16,9 +16,9 @@ from varreg.lab.pages import Arms, Page, compare_page, reproduce_page
 from varreg.lab.run import Config, Results
 
 TAGS = {
-    "better": "it helped",
-    "tuned": "better, but no sign that λ did it",
-    "worse": "it hurt",
+    "better": "lower test loss",
+    "tuned": "lower test loss, but no sign that λ did it",
+    "worse": "higher test loss",
     "same": "no detectable difference",
     "unknown": "cannot be said",
     "explained": "it reproduces, and a longer step explains it",

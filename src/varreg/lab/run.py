@@ -10,14 +10,12 @@ import functools
 import hashlib
 import json
 import math
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -91,23 +89,6 @@ def effective_lambdas(optimizer: Any, named: Sequence[tuple[str, Tensor]]) -> di
     return {**out, "": weighted / weight, "mean": plain / count} if weight else out
 
 
-def _random_state() -> dict[str, Any]:
-    """Of torch, NumPy and Python."""
-    kind, key, *rest = cast("tuple[Any, ...]", np.random.get_state())  # noqa: NPY002
-    return {
-        "torch": torch.get_rng_state(),
-        "numpy": [kind, torch.from_numpy(key.astype(np.int64)), *rest],
-        "python": random.getstate(),
-    }
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    kind, key, *rest = state["numpy"]
-    np.random.set_state((kind, key.numpy().astype(np.uint32), *rest))  # noqa: NPY002
-    random.setstate(state["python"])
-
-
 class Run:
     """A run in progress: what a checkpoint holds."""
 
@@ -145,14 +126,14 @@ class Run:
         kept = {name: getattr(self, name) for name in self._KEPT}
         buffers = dict(self.model.named_buffers())  # those that a state dict leaves out, too
         state = {"model": self.model.state_dict(), "buffers": buffers, "optimizer": self.optimizer.state_dict()}
-        return {**state, "random": _random_state(), **kept}
+        return {**state, "random": tasks.random_state(), **kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         for name, buffer in self.model.named_buffers():
             buffer.copy_(state["buffers"][name])
-        _set_random_state(state["random"])
+        tasks.set_random_state(state["random"])
         for name in self._KEPT:
             setattr(self, name, state[name])
 

@@ -18,6 +18,11 @@ class Estimate:
     low: float
     high: float
 
+    @property
+    def is_bounded(self) -> bool:
+        """Were there enough values for an interval?"""
+        return math.isfinite(self.high - self.low)
+
     def excludes(self, x: float) -> bool:
         """Does the interval say that it is not x?"""
         return self.low > x or self.high < x

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
 import math
 import pydoc_data.topics
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -191,17 +192,54 @@ TASKS: dict[str, Callable[..., Task]] = {
 }
 
 
+def seed_all(seed: int) -> None:
+    """Torch's, NumPy's and Python's own random numbers, since a user's task may use any."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    random.seed(seed)
+
+
+def random_state() -> dict[str, Any]:
+    """Of torch, NumPy and Python."""
+    kind, key, *rest = cast("tuple[Any, ...]", np.random.get_state())  # noqa: NPY002
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": [kind, torch.from_numpy(key.astype(np.int64)), *rest],
+        "python": random.getstate(),
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    kind, key, *rest = state["numpy"]
+    np.random.set_state((kind, key.numpy().astype(np.uint32), *rest))  # noqa: NPY002
+    random.setstate(state["python"])
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """The same random numbers every time within, and what was before after it."""
+    before = random_state()
+    seed_all(seed)
+    try:
+        yield
+    finally:
+        set_random_state(before)
+
+
 @functools.cache
 def task(spec: str) -> Task:
     """By its name, with options (`stream:spread=2`), or a function of your own that returns a `Task` (`package.module:function,option=value`)."""
     name, _, rest = spec.partition(":")
     function, _, rest_of_own = rest.partition(",")
     if name in TASKS:
-        made = names.call(TASKS[name], names.options(rest, spec), f"task {name!r}")
+        make, options = TASKS[name], names.options(rest, spec)
     elif rest and "=" not in function:
-        made = names.call(imported(name, function), names.options(rest_of_own, spec), f"task {name}:{function}")
+        make, options = imported(name, function), names.options(rest_of_own, spec)
     else:
         raise names.unknown("task", name, TASKS)
+    with seeded(0):
+        made = names.call(make, options, f"task {spec!r}")
     if isinstance(made, Task) and (made.batch < 1 or made.epochs < 1):
         raise ValueError(f"varreg: task {spec} needs a batch and epochs of at least 1; got {made.batch} and {made.epochs}.")
     if not isinstance(made, Task):
@@ -221,18 +259,12 @@ def imported(module: str, function: str) -> Callable[..., Task]:
     return cast("Callable[..., Task]", found)
 
 
-def seed_all(seed: int) -> None:
-    """Torch's, NumPy's and Python's own random numbers, since a user's task may use any."""
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002
-    random.seed(seed)
-
-
 @functools.lru_cache(maxsize=1)
 def load(spec: str, data_dir: Path | None) -> Splits:
     """The splits of a task, read once in a process and checked."""
-    seed_all(0)
-    splits = task(spec).load(data_dir)
+    made = task(spec)
+    with seeded(0):
+        splits = made.load(data_dir)
     if not isinstance(splits, tuple) or len(splits) != 3:
         raise ValueError(
             f"varreg: task {spec} must load varreg.lab.Splits(train, valid, test), and loaded {type(splits).__name__}."
@@ -275,9 +307,9 @@ def check(spec: str, data_dir: Path | None, batch: int) -> str:
     for name, split in zip(Splits._fields, splits, strict=True):
         if name != "valid" and not len(split):
             raise ValueError(f"varreg: the {name} split of task {spec} is empty.")
-    seed_all(0)
     try:
-        model = made.model()
+        with seeded(0):
+            model = made.model()
         x, y = splits.train.x[:batch], splits.train.y[:batch]
         model.eval()
         output = model(x)

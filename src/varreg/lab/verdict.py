@@ -22,8 +22,6 @@ WORDS = {
     "test_loss": "test loss",
     "test_accuracy": "test accuracy",
 }
-FEW = 5
-"""Seeds with which an interval means little."""
 
 
 @dataclass(frozen=True)
@@ -143,8 +141,11 @@ def warnings_of(
         for a in arms
         if any(a["lost"])
     ]
-    if comparison.seeds < FEW:
-        out.append(f"With {comparison.seeds} seeds, intervals say little: {FEW} or more are better.")
+    enough = 1 + math.ceil(-math.log2(0.05 / (len(comparison.optimizers) - 1)))
+    if comparison.seeds < enough:
+        out.append(
+            f"{comparison.seeds} seeds are few for {len(comparison.optimizers)} optimizers: {enough} or more can tell more."
+        )
     used = {(run["environment"]["varreg"], run["environment"]["commit"], run["environment"]["torch"]) for run in results.values()}
     if len(used) > 1:
         out.append(f"Runs come from different versions: {'; '.join(sorted(' '.join(map(str, u)) for u in used))}.")
@@ -177,21 +178,11 @@ def number(x: float) -> str:
     """Three digits, for people.
 
     >>> number(0.12345), number(-1234.5), number(math.inf), number(1e-7)
-    ('0.123', '−1,234', '∞', '1e−07')
+    ('0.123', '−1,234', '∞', '1.00e−07')
     """
-    if 1000 <= abs(x) < 1e6:
-        return f"{x:,.0f}".replace("-", "−")
-    return (
-        "∞"
-        if x == math.inf
-        else "−∞"
-        if x == -math.inf
-        else "–"
-        if math.isnan(x)
-        else "0"
-        if x == 0
-        else f"{x:.3g}".replace("-", "−")
-    )
+    if not math.isfinite(x) or x == 0:
+        return "0" if x == 0 else {math.inf: "∞", -math.inf: "−∞"}.get(x, "–")
+    return (f"{x:#.3g}" if abs(x) < 100 else f"{x:,.0f}").replace("-", "−")
 
 
 def percent(level: float) -> str:
@@ -231,7 +222,7 @@ def final_words(c: Contrast, a: dict[str, Any], b: dict[str, Any]) -> tuple[str,
     said = f"{means}; difference {number(d.value)}, {sure}; lower on {lower} of {len(seeds)} paired seed{'s' * (len(seeds) != 1)}"
     if d.low == d.high == 0:
         return "same", f"{c.arm} and {c.against} are identical: the same test loss on every seed."
-    if not math.isfinite(d.high - d.low):
+    if not d.is_bounded:
         return "unknown", f"{c.arm} and {c.against}: nothing can be said of their test losses ({said})."
     if not d.excludes(0):
         return "same", f"{c.arm} and {c.against}: no detectable difference in test loss ({said})."
@@ -257,6 +248,8 @@ def speed_words(c: Contrast, a: dict[str, Any], b: dict[str, Any], goal: float) 
         return who
 
     def times(e: Estimate, what: str) -> str:
+        if e.low == 0 and e.high == math.inf:
+            return f"{number(e.value)} times the {what} (too few seeds for an interval)"
         sure = "" if e.excludes(1) else ", no detectable difference"
         return f"{number(e.value)} times the {what} ({number(e.low)} to {number(e.high)}{sure})"
 
@@ -275,38 +268,34 @@ def why_words(a: dict[str, Any], ablations: list[Contrast]) -> str:
         return ""
     parts = []
     for c in own:
-        d = c.differences.get(PRIMARY)
-        if d is None or not math.isfinite(d.high - d.low):
-            parts.append(f"{c.against.removeprefix(a['name'] + ', ')}: cannot be compared")
-            continue
-        word = (
-            "no detectable difference"
-            if not d.excludes(0)
-            else "worse than with λ as it is"
-            if d.value < 0
-            else "better than with λ as it is"
-        )
-        parts.append(
-            f"{c.against.removeprefix(a['name'] + ', ')}: {word} ({number(-d.value)}, {number(-d.high)} to {number(-d.low)})"
-        )
-    said = f"Its λ was {number(a['lambda'])} on average. Ablations at the same learning rate, change in test loss: {'; '.join(parts)}."
+        d, name = c.differences.get(PRIMARY), c.against.removeprefix(a["name"] + ", ")
+        if d is None or not d.is_bounded:
+            parts.append(f"{name}: cannot be compared")
+        else:
+            word = (
+                "no detectable difference"
+                if not d.excludes(0)
+                else "λ as it is does better"
+                if d.value < 0
+                else "λ as it is does worse"
+            )
+            parts.append(f"{name}: {number(d.value)} ({number(d.low)} to {number(d.high)}), {word}")
+    said = f"Its λ was {number(a['lambda'])} on average. Against its ablations, at the same learning rate, in test loss: {'; '.join(parts)}."
     return f"{said} {conclusion({c.against.rpartition(' ')[2]: c.differences.get(PRIMARY) for c in own})}".strip()
 
 
 def conclusion(differences: dict[str, Estimate | None]) -> str:
     """From the differences to λ replaced by its `mean`, and to λ `shuffled`."""
-    mean, shuffled = (
-        d if d is not None and not math.isnan(d.low) else None for d in (differences.get(k) for k in ("mean", "shuffled"))
-    )
+    mean, shuffled = (d if d is not None and d.is_bounded else None for d in (differences.get(k) for k in ("mean", "shuffled")))
     if mean is None:
         return ""
     if not mean.excludes(0):
-        return "So there is no sign that λ did more than a factor of the learning rate does."
+        return "So what λ did could not be told from a factor of the learning rate."
     if mean.value > 0:
         return "So a plain factor of the learning rate does better than λ."
     if shuffled is not None and shuffled.excludes(0) and shuffled.value < 0:
         return "So λ did more than a longer step does, and it matters which coordinate has which λ."
-    return "So λ did more than a longer step does; there is no sign that it matters which coordinate has which λ."
+    return "So λ did more than a longer step does; that it matters which coordinate has which λ could not be seen."
 
 
 def text(found: dict[str, Any]) -> str:
