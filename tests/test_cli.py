@@ -154,7 +154,7 @@ def test_own_task_that_is_random(tmp_path):
     )
     (tmp_path / "seeded.py").write_text(early.replace("Splits(split(1000, 1), split(300, 2), split(300, 3)),", "three,"))
     assert "Report:" in varreg("compare", "--task", "seeded:spirals", *SMALL, "--no-ablations", "--out", "a", cwd=tmp_path)
-    wild = text.replace("def split(", "torch.manual_seed(__import__('os').getpid())\n\n    def split(")
+    wild = text.replace("generator = None", "generator = torch.Generator().manual_seed(__import__('os').getpid())")
     (tmp_path / "wild.py").write_text(wild)
     said = varreg("compare", "--task", "wild:spirals", *SMALL, "--no-ablations", "--out", "b", cwd=tmp_path, expect=1)
     assert "gives other data or another model in each process" in said
