@@ -1,0 +1,67 @@
+"""Lemma 1: along every path of SGD, the averaged loss stays below a bound that can be computed from the path.
+
+For convex f with ∇f L-Lipschitz, γ_t ≤ 1/L and |x_t − x*| ≤ M, with ε_t the error of the gradient g_t at x_t, t = 0 … T−1,
+
+    (1/T) Σ [f(x_{t+1}) − f*]  ≤  S_T = (1/T) [ W·M²/2 + ½ Σ γ_t(1 + Lγ_t)ε_t² − Σ ε_t·(x_t − Lγ_t²g_t − x*) ]
+
+The paper has W = 1/γ_{T−1}. Its proof ends with (1/γ₀)|x₀−x*|² + Σ (1/γ_t − 1/γ_{t−1})|x_t−x*|² and puts M² for every |x_t−x*|²: that is an upper
+bound only where no (1/γ_t − 1/γ_{t−1}) is negative, that is where γ_t never grows. A regularized step γ_t = αλ_t does grow at times. What holds for
+any steps is W = 1/γ₀ + Σ max(0, 1/γ_t − 1/γ_{t−1}), which is the paper's where γ_t never grows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from varreg.theory.problems import Noise, Problem
+
+
+@dataclass(frozen=True)
+class Paths:
+    """What many runs of SGD did, [runs] each."""
+
+    criterion: Tensor
+    """(1/T) Σ [f(x_{t+1}) − f*]."""
+    noise: Tensor
+    """(1/T) [½ Σ γ_t(1 + Lγ_t)ε_t² − Σ ε_t·(x_t − Lγ_t²g_t − x*)]: the part of S_T that noise makes."""
+    reach: Tensor
+    """The largest |x_t − x*| on the way: M."""
+
+
+def walk(problem: Problem, noise: Noise, gamma: Tensor, start: Tensor, runs: int, seed: int = 0) -> Paths:
+    """x_{t+1} = x_t − γ_t(g_t + ε_t), from `start`, many times."""
+    if len(gamma) != len(noise) or not (gamma > 0).all():
+        raise ValueError(f"varreg: one positive step is needed for each of {len(noise)} variances; got {len(gamma)}.")
+    generator = torch.Generator().manual_seed(seed)
+    x = start.double().expand(runs, -1).clone()
+    criterion, made = torch.zeros(2, runs, dtype=torch.float64)
+    reach = (x - problem.minimum).norm(dim=1)
+    for t, step in enumerate(gamma.double().tolist()):
+        g, error = problem.gradient(x), noise.sample(t, runs, problem.dimension, generator)
+        made += 0.5 * step * (1 + problem.L * step) * error.square().sum(1)
+        made -= (error * (x - problem.L * step**2 * g - problem.minimum)).sum(1)
+        x = x - step * (g + error)
+        criterion += problem.regret(x)
+        reach = torch.maximum(reach, (x - problem.minimum).norm(dim=1))
+    return Paths(criterion / len(gamma), made / len(gamma), reach)
+
+
+def weight(gamma: Tensor, as_printed: bool = False) -> float:
+    """W: 1/γ_{T−1} as printed; 1/γ₀ + Σ max(0, 1/γ_t − 1/γ_{t−1}) in the version that holds.
+
+    >>> falling, growing = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.25, 0.5])
+    >>> weight(falling), weight(falling, as_printed=True)
+    (4.0, 4.0)
+    >>> weight(growing), weight(growing, as_printed=True)
+    (4.0, 2.0)
+    """
+    inverse = 1 / gamma.double()
+    return float(inverse[-1]) if as_printed else float(inverse[0] + inverse.diff().clamp(min=0).sum())
+
+
+def bound(paths: Paths, gamma: Tensor, as_printed: bool = False) -> Tensor:
+    """S_T of each path, with M its own reach."""
+    return weight(gamma, as_printed) * paths.reach.square() / (2 * len(gamma)) + paths.noise
