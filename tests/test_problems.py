@@ -40,6 +40,7 @@ def test_noise(shape):
         e = noise.sample(t, 200_000, 3, torch.Generator().manual_seed(t))
         assert e.mean(0).abs().max() < 0.02
         assert float(e.square().sum(1).mean()) == pytest.approx(float(noise.sigma2[t]), rel=0.02)
+        assert float(e.square().sum(1).square().mean()) == pytest.approx(float(noise.fourth(3)[t]), rel=0.1)
         skew = float((e**3).mean() / (e**2).mean() ** 1.5)
         assert skew == pytest.approx(2.0 if shape == "exponential" else 0.0, abs=0.1)
 

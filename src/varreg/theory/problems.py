@@ -131,6 +131,11 @@ class Noise:
         unit = _SHAPES[self.shape](runs, dimension, generator)
         return unit * math.sqrt(float(self.sigma2[t]) / dimension)
 
+    def fourth(self, dimension: int) -> Tensor:
+        """η_t⁴ = E|ε_t|⁴, [T]."""
+        kurtosis = {"normal": 3.0, "exponential": 9.0}[self.shape]
+        return self.sigma2.square() * (1 + (kurtosis - 1) / dimension)
+
 
 def _exponential(runs: int, dimension: int, generator: torch.Generator) -> Tensor:
     """Of mean 0 and variance 1, skewed to the right."""
