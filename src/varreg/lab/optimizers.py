@@ -22,8 +22,6 @@ class Entry(NamedTuple):
     cls: type[Optimizer]
     low: float
     high: float
-    base: str | None = None
-    """Whom a regularized one is compared with."""
 
     @property
     def regularized(self) -> bool:
@@ -44,7 +42,7 @@ _MORE = {"RAdam": _ADAM, "Adamax": _ADAM, "ASGD": _SGD}
 
 OPTIMIZERS: dict[str, Entry] = {
     **{name: Entry(getattr(torch.optim, name), *span) for name, span in (_RANGES | _MORE).items()},
-    **{f"VR{name}": Entry(getattr(varreg, f"VR{name}"), *span, name) for name, span in _RANGES.items()},
+    **{f"VR{name}": Entry(getattr(varreg, f"VR{name}"), *span) for name, span in _RANGES.items()},
     "SVRG": Entry(baselines.SVRG, *_SGD),
     "MSVAG": Entry(baselines.MSVAG, *_SGD),
     "DoG": Entry(baselines.DoG, 1.0, 1.0),
