@@ -128,6 +128,70 @@ def test_in_a_browser(compared, tmp_path):
     assert console(bad, tmp_path / "b")[1]
 
 
+@pytest.fixture(scope="module")
+def theory(tmp_path_factory) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("theory")
+    return folder, varreg("theory", "--out", "out", cwd=folder)
+
+
+def test_theory(theory):
+    folder, said = theory
+    found = json.loads((folder / "out" / "results.json").read_text())
+    assert found["unexpected"] == 0
+    assert re.search(r"\d+ checks: \d+ hold, \d+ do not", said)
+    assert "UNEXPECTED" not in said
+    assert "E[v²]/σ² = m − 1" in said  # brackets are no markup
+    rows = list(csv.DictReader((folder / "out" / "checks.csv").read_text().splitlines()))
+    claims = {
+        "Lemma 1",
+        "Theorem 1",
+        "Theorem 2",
+        "Theorem S0",
+        "Corollary of S0",
+        "Trade-off",
+        "S2.2",
+        "S2.4",
+        "Theorem 3",
+        "S1.5",
+        "S2.1",
+    }
+    assert claims < {row["claim"] for row in rows}
+    shares = list(csv.DictReader((folder / "out" / "hindsight.csv").read_text().splitlines()))
+    assert {"Fashion-MNIST", "CIFAR-10"} < {row["series"].partition(",")[0] for row in shares}
+    for name in ("lemma-1", "rates", "trade-off", "forms", "hindsight-synthetic", "hindsight-real", "series"):
+        assert (folder / "out" / "figures" / f"{name}.svg").stat().st_size > 1000
+
+
+def test_the_theory_page_is_built_again_from_what_was_saved(theory, tmp_path):
+    shutil.copytree(theory[0] / "out", tmp_path / "out")
+    page = (tmp_path / "out" / "report.html").read_bytes()
+    (tmp_path / "out" / "report.html").unlink()
+    varreg("report", "out", cwd=tmp_path)
+    assert (tmp_path / "out" / "report.html").read_bytes() == page
+
+
+def test_theory_says_so_where_a_check_turns_out_otherwise(theory, tmp_path):
+    shutil.copytree(theory[0] / "out", tmp_path / "out")
+    saved = json.loads((tmp_path / "out" / "theory.json").read_text())
+    saved["Lemma 1"][0].update(holds=False, verdict="does not hold – UNEXPECTED")
+    (tmp_path / "out" / "theory.json").write_text(json.dumps(saved))
+    said = varreg("report", "out", cwd=tmp_path)
+    assert "Warning: Lemma 1" in said
+    assert build(tmp_path / "out")[1]["unexpected"] == 1
+
+
+def test_theory_does_not_write_over_an_experiment(compared):
+    said = varreg("theory", "--out", "out", cwd=compared[0], expect=1)
+    assert "has another experiment in it" in said
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
+def test_theory_in_a_browser(theory, tmp_path):
+    dom, messages = console(theory[0] / "out" / "report.html", tmp_path / "a")
+    assert messages == []
+    assert dom.count("<svg") == dom.count("</svg>") == 7
+
+
 def test_own_task(tmp_path):
     shutil.copy(OWN, tmp_path / "own_task.py")
     said = varreg("compare", "--task", "own_task:spirals,turns=0.5", *SMALL, "--no-ablations", "--out", "out", cwd=tmp_path)

@@ -39,6 +39,17 @@ def test_the_mended_version_holds_for_any_steps(name, kind):
     gamma = steps(problem, kind)
     paths = walk(problem, Noise(changing(T, 1.0)), gamma, problem.minimum + 2.0, RUNS)
     assert (paths.criterion <= bound(paths, gamma) + 1e-12).all()
+    assert (paths.weighted <= paths.weighted_bound + 1e-12).all()
+
+
+def test_the_weighted_version_is_the_unweighted_one_for_constant_steps():
+    """But for the last distance, which it drops, and M, which it does not need."""
+    problem, gamma = quadratic(), torch.full((T,), 0.5)
+    start = problem.minimum + 2.0
+    paths = walk(problem, Noise(changing(T, 0.5)), gamma, start, RUNS)
+    torch.testing.assert_close(paths.weighted, paths.criterion)
+    first = (start - problem.minimum).square().sum() / (2 * gamma.sum())
+    torch.testing.assert_close(paths.weighted_bound, first + paths.noise)
 
 
 def test_the_gap():
@@ -61,6 +72,7 @@ def test_the_steps_of_a_regularizer_grow():
     lam = torch.cat([lambdas(v[None], torch.ones(1), history, count, 100, options) for v in series])
     assert (lam.diff() > 0).any()
     assert weight(lam) > 5 * weight(lam, as_printed=True)
+    assert weight(lam) / T == pytest.approx(weight(lam[: T // 2]) / (T // 2), rel=0.3)  # it grows as T does: W/T does not fall
 
 
 @pytest.mark.parametrize(("L", "factor"), [(1.0, 3.0)])
@@ -70,6 +82,7 @@ def test_a_step_beyond_one_over_l_is_found_out(L, factor):
     gamma = torch.full((5,), factor / L)
     paths = walk(problem, Noise(steady(5, 0.0)), gamma, problem.minimum + 1.0, 1)
     assert (paths.criterion > bound(paths, gamma, as_printed=True)).all()
+    assert (paths.weighted > paths.weighted_bound).all()
 
 
 def test_bad_input():

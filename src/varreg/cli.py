@@ -1,10 +1,12 @@
-"""The command line: `varreg compare`, `varreg reproduce`, `varreg report`, `varreg list`."""
+"""The command line: `varreg compare`, `varreg reproduce`, `varreg theory`, `varreg report`, `varreg list`."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -115,7 +117,39 @@ def reproduce(
 
 
 @app.command()
-def report(folder: Annotated[Path, typer.Argument(help="Of `varreg compare` or `varreg reproduce`.")]) -> None:
+def theory(out: Out = Path("runs/theory")) -> None:
+    """Check the paper's claims, one by one, and what the best regularizer in hindsight would gain; a minute, and no data is needed."""
+    from varreg.lab import report as reports
+    from varreg.lab import theory as checks
+    from varreg.lab.verdict import text
+
+    console = Console() if sys.stdout.isatty() else Console(width=200)
+    names = checks.parts()
+    with progress(console, len(names)) as told:
+        checks.carry_out(out or Path("runs/theory"), command_of(sys.argv), told)
+    page, found = reports.build(out or Path("runs/theory"))
+    console.print(checks.shown(found))
+    console.print(text(found), highlight=False, markup=False, soft_wrap=not console.is_terminal)
+    console.print(f"\nReport: {page}", highlight=False, markup=False, soft_wrap=True)
+    if found["unexpected"]:
+        raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def progress(console: Console, total: int) -> Iterator[Callable[[str, float], None]]:
+    """A bar on a terminal, plain lines elsewhere, for parts that end one after the other."""
+    from rich.progress import Progress
+
+    if not console.is_terminal:
+        yield lambda name, seconds: print(f"{name}: {seconds:.1f} s", flush=True)
+        return
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("checks", total=total)
+        yield lambda name, seconds: bar.update(task, advance=1, description=name)
+
+
+@app.command()
+def report(folder: Annotated[Path, typer.Argument(help="Of `varreg compare`, `varreg reproduce` or `varreg theory`.")]) -> None:
     """Build the page, figures and tables again, from saved results alone."""
     from varreg.lab.report import build
     from varreg.lab.verdict import text

@@ -12,7 +12,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from varreg.lab import compare, figures, reproduce, verdict
+from varreg.lab import compare, figures, reproduce, theory, verdict
 from varreg.lab.verdict import number
 
 BANDS = "Lines are means over seeds, bands their range."
@@ -38,10 +38,10 @@ class Page:
             {"svg": self.figures[name][0], "caption": caption, "tab": tab or name, "width": width}
         )
 
-    def table(self, head: list[str], rows: list[tuple[str, list[str]]], title: str = "") -> None:
-        """One with a title is folded away, below the figures."""
+    def table(self, head: list[str], rows: list[tuple[str, list[str]]], title: str = "", prose: bool = False) -> None:
+        """One with a title is folded away, below the figures; one of `prose` has sentences in its second and third column."""
         cells = [{"kind": kind, "cells": row} for kind, row in rows]
-        self.sections[-1]["tables"].append({"head": head, "rows": cells, "title": title})
+        self.sections[-1]["tables"].append({"head": head, "rows": cells, "title": title, "prose": prose})
 
 
 def png(made: Figure) -> bytes:
@@ -202,3 +202,75 @@ def reproduce_page(page: Page, made: reproduce.Reproduction, found: dict[str, An
 def _arm(a: dict[str, Any]) -> list[str]:
     metrics = (_spread(a[m], 100 if "accuracy" in m else 1) for m in reproduce.METRICS)
     return [a["name"], f"{a['lr']:g}", f"{a['lambda']:.3f}", *metrics]
+
+
+def theory_page(page: Page, found: dict[str, Any]) -> tuple[str, str]:
+    """Fill the page; its title and what stands below."""
+    page.section(
+        "The claims",
+        "Of each, the tightest or the worst case that was looked at. Slack: how many times the measured value the bound is; "
+        "for an equation, how far off; for an exponent, its distance. ± is two standard errors.",
+    )
+    rows = [("" if c["holds"] else "broken", theory.cells(c)) for c in theory.all_checks(found)]
+    page.table(theory.HEAD, rows, prose=True)
+    points = found["Figures"]
+    page.section("In pictures")
+    page.figure("lemma-1", figures.start_terms(points["start"]), START, "Lemma 1")
+    page.figure("rates", figures.rates(points["rates"]), RATES, "Theorem S0 and its corollary")
+    page.figure("trade-off", figures.trade_off(points["trade_off"]), TRADE_OFF, "the trade-off")
+    page.figure("forms", figures.forms(points["forms"], points["theorem_3"]), FORMS, "Theorem 3 and the bounded forms")
+    page.section("What the best regularizer in hindsight would gain, and who catches it", HINDSIGHT)
+    for tab, real in (("synthetic series", False), ("real training", True)):
+        chosen = [h for h in found["Hindsight"] if real == (":" in h["series"])]
+        name = f"hindsight-{'real' if real else 'synthetic'}"
+        page.figure(name, figures.hindsight(chosen), CAUGHT, tab)
+    page.figure(
+        "series", figures.series(points["series"]), "The noise of plain SGD's gradient, of the whole model.", "σ in real training"
+    )
+    head = ["series", "spread of σ", "gain in hindsight", *found["Hindsight"][0]["arms"]]
+    page.table(head, [("", _caught(h)) for h in found["Hindsight"]], "As a table: share caught (mean λ)")
+    page.section("Does v² of a batch say how large the error of that batch is?", STILL)
+    head = ["", "spread of v", "slope of log ε² over log v²", *found["Real batches"][0]["arms"]]
+    page.table(head, [("", _told(row)) for row in found["Real batches"]])
+    page.section(
+        "The variance of an increment (S2.4)",
+        "Predicted over observed, by the standard error of the mean gradient over the gradient.",
+    )
+    rows = found["Increments"]
+    page.table(list(rows[0]), [("", [v if isinstance(v, str) else f"{v:.2f}" for v in row.values()]) for row in rows])
+    return "What the theory says", "Every claim of the paper as a check that runs, on problems whose constants are known."
+
+
+START = (
+    "What the start costs in Lemma 1's bound, in units of LM²/2. For VR-SGD the mended version stays where it is, and promises no convergence; "
+    "the weighted one falls."
+)
+RATES = (
+    "SGD with γ = 1/(tl) on a quadratic. The variance of one step falls as t^−3; that of whole runs as t^−2, no faster than γ²."
+)
+TRADE_OFF = "E[S_T] for γ ∝ t^−α. Dashed: what the start costs; dotted: what noise costs. The larger rules, and α = ½ is best."
+FORMS = (
+    "Left: λ over the relative variance, s = 2. At σ² = σ̄² the bounded forms react 3.7 times less than the solution that they stand for. "
+    "Right: mean λ of Theorem 3's solution, which should be 1."
+)
+HINDSIGHT = (
+    "Judged by Q = Σ λ(1+λ/λ₀)σ² at a mean λ of 1, so that a longer step is no gain. 1 is the optimum that knows the future, 0 a constant λ. "
+    "Mean λ, before it is divided out, stands in brackets. Real series are shown twice: as they are, where drift, above all the quiet beginning, "
+    "makes the optimum's gain; and with the trend over 51 records divided out, which leaves what changes from batch to batch."
+)
+CAUGHT = "Share of the hindsight optimum's gain (mean λ). Spread: standard deviation of log σ. Gain: what the optimum saves of Q."
+STILL = (
+    "At the end of the recorded runs, with parameters held: σ² stays, and only the batch changes. What each λ saves of Q: as v² has it / in truth "
+    "(± two standard errors), with the error ε of the batch's mean gradient measured against that of all samples."
+)
+
+
+def _caught(h: dict[str, Any]) -> list[str]:
+    found = ((a["share"], a["mean_lambda"]) for a in h["arms"].values())
+    arms = ("–" if math.isnan(share) else figures.share_and_mean(share, mean) for share, mean in found)
+    return [h["series"], f"{h['spread']:.2f}", f"{h['gain']:.0%}", *arms]
+
+
+def _told(row: dict[str, Any]) -> list[str]:
+    arms = (f"{a['apparent']:.1%} / {a['real']:.1%} ± {2 * a['error']:.1%}".replace("-", "−") for a in row["arms"].values())
+    return [row["series"], f"{row['spread']:.3f}", f"{row['slope']:.2f} ± {2 * row['slope_error']:.2f}", *arms]

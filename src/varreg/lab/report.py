@@ -11,8 +11,8 @@ from typing import Any
 
 import jinja2
 
-from varreg.lab import compare, experiment, names, reproduce, store, verdict
-from varreg.lab.pages import Arms, Page, compare_page, reproduce_page
+from varreg.lab import compare, experiment, names, reproduce, store, theory, verdict
+from varreg.lab.pages import Arms, Page, compare_page, reproduce_page, theory_page
 from varreg.lab.run import Config, Results
 
 TAGS = {
@@ -24,6 +24,8 @@ TAGS = {
     "explained": "it reproduces, and a longer step explains it",
     "reproduced": "it reproduces",
     "refuted": "it does not reproduce",
+    "theory": "what holds, and what does not",
+    "unexpected": "not what was found before",
 }
 CURVES = ("train_loss", "train_accuracy", "valid_loss", "valid_accuracy", "test_loss", "test_accuracy")
 SHOWN = ("varreg", "commit", "torch", "python", "processor", "cores")
@@ -35,7 +37,7 @@ def read(folder: Path) -> tuple[experiment.Experiment, dict[str, Any], Results]:
     path = folder / "experiment.json"
     if not path.is_file():
         raise ValueError(
-            f"varreg: {folder} has no experiment.json: it is not a folder of `varreg compare` or `varreg reproduce`."
+            f"varreg: {folder} has no experiment.json: it is not a folder of `varreg compare`, `varreg reproduce` or `varreg theory`."
         )
     try:
         about = store.read_json(path)
@@ -50,9 +52,16 @@ def read(folder: Path) -> tuple[experiment.Experiment, dict[str, Any], Results]:
 
 def build(folder: Path) -> tuple[Path, dict[str, Any]]:
     """The page, and what it says. All files are written whole or not at all."""
-    made, about, results = read(folder)
     store.check_writable(folder)
     page = Page()
+    if (folder / "theory.json").is_file():
+        found = theory.analyze(store.read_json(folder / "theory.json"))
+        about = store.read_json(folder / "experiment.json")
+        title, subtitle = theory_page(page, found)
+        tables = {"checks": theory.all_checks(found), "hindsight": theory.hindsight_table(found)}
+        _write(folder, page, about, found, tables, title, subtitle)
+        return folder / "report.html", found
+    made, about, results = read(folder)
     if isinstance(made, compare.Comparison):
         found = verdict.analyze(made, results)
         arms = runs_of({arm.name: arm.configs for arm in made.arms(results)}, results)
@@ -62,7 +71,7 @@ def build(folder: Path) -> tuple[Path, dict[str, Any]]:
         found = reproduce.analyze(made, results)
         arms = runs_of(made.arms(results), results)
         title, subtitle = reproduce_page(page, made, found, arms)
-    _write(folder, page, about, found, arms, title, subtitle)
+    _write(folder, page, about, found, {"runs": runs_table(arms), "curves": curves_table(arms)}, title, subtitle)
     return folder / "report.html", found
 
 
@@ -72,23 +81,35 @@ def runs_of(arms: dict[str, list[Config]], results: Results) -> Arms:
     return {name: runs for name, runs in found.items() if runs}
 
 
-def _write(folder: Path, page: Page, about: dict[str, Any], found: dict[str, Any], arms: Arms, title: str, subtitle: str) -> None:
+Rows = list[dict[str, Any]]
+
+
+def _write(
+    folder: Path, page: Page, about: dict[str, Any], found: dict[str, Any], tables: dict[str, Rows], title: str, subtitle: str
+) -> None:
     (folder / "figures").mkdir(exist_ok=True)
     for name, (svg, png) in page.figures.items():
         store.write(folder / "figures" / f"{name}.svg", svg.encode())
         store.write(folder / "figures" / f"{name}.png", png)
-    store.write(folder / "runs.csv", _csv(runs_table(arms)))
-    store.write(folder / "curves.csv", _csv(curves_table(arms)))
+    for name, rows in tables.items():
+        store.write(folder / f"{name}.csv", _csv(rows))
     environment = {key: about["environment"][key] for key in SHOWN}
     said = {"title": title, "about": subtitle, "command": shlex.join(about["command"]), "environment": environment}
     store.write_json(folder / "results.json", {**said, "arguments": about["arguments"], **found})
     loader = jinja2.PackageLoader("varreg.lab")
     templates = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
-    shown = {**said, "verdict": found["verdict"], "warnings": found["warnings"], "sections": page.sections, "tags": TAGS}
+    shown = {
+        **said,
+        "verdict": found["verdict"],
+        "warnings": found["warnings"],
+        "sections": page.sections,
+        "tags": TAGS,
+        "tables": list(tables),
+    }
     store.write(folder / "report.html", templates.get_template("report.html").render(shown).encode())
 
 
-def runs_table(arms: Arms) -> list[dict[str, Any]]:
+def runs_table(arms: Arms) -> Rows:
     """One row for each run of an arm."""
     rows = []
     for name, runs in arms.items():
@@ -108,7 +129,7 @@ def runs_table(arms: Arms) -> list[dict[str, Any]]:
     return rows
 
 
-def curves_table(arms: Arms) -> list[dict[str, Any]]:
+def curves_table(arms: Arms) -> Rows:
     """One row for each evaluation of each run."""
     return [
         {"arm": name, "seed": run["config"]["seed"], **{key: values[i] for key, values in run["evaluations"].items()}}
@@ -118,7 +139,7 @@ def curves_table(arms: Arms) -> list[dict[str, Any]]:
     ]
 
 
-def _csv(rows: list[dict[str, Any]]) -> bytes:
+def _csv(rows: Rows) -> bytes:
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()

@@ -5,12 +5,17 @@ Q = Σ λ_t(1 + λ_t/λ₀)σ_t² at a mean λ of 1: a causal λ is divided by i
 
     (Q(1) − Q(λ/mean λ)) / (Q(1) − Q(optimum)),
 
-1 for the optimum, 0 for a constant, negative for a λ that makes things worse.
+1 for the optimum, 0 for a constant, negative for a λ that makes things worse. All functions take one series, [T], or several, [T, k].
 """
 
 from __future__ import annotations
 
+import csv
+import gzip
+import importlib.resources
+import io
 import math
+import statistics as st
 from typing import NamedTuple
 
 import torch
@@ -18,15 +23,21 @@ from torch import Tensor
 
 from varreg import regularizer
 from varreg.theory.optimum import objective, optimal
+from varreg.theory.problems import changing, drifting
 
 
-def causal(sigma2: Tensor, **options: object) -> Tensor:
-    """λ_t of VR-SGD's regularizer with these options, from σ_1² … σ_t²."""
-    chosen = {**regularizer.DEFAULTS, "scale_free": False, **options}
+def causal(sigma2: Tensor, delta2: Tensor | None = None, **options: object) -> Tensor:
+    """λ_t of VR-SGD's regularizer with these options, from σ_1² … σ_t²; with δ̄_t², `delta2`, it may be scale-free."""
+    chosen = {**regularizer.DEFAULTS, "scale_free": delta2 is not None, **options}
     regularizer.check(chosen)
-    history, count, one = torch.zeros(3, 1, dtype=torch.float64).unbind()
-    one = one + 1
-    return torch.cat([regularizer.lambdas(v, one, history, count, 2, chosen) for v in sigma2.double().split(1)])
+    if chosen["scale_free"] and delta2 is None:
+        raise ValueError("varreg: a scale-free λ needs δ̄², the squares of the increments, beside their variances.")
+    sigma2 = sigma2.double()
+    delta = torch.ones_like(sigma2) if delta2 is None else delta2.double().sqrt()
+    shape = sigma2.shape[1:] or (1,)
+    history, count = torch.zeros(2, *shape, dtype=torch.float64)
+    rows = zip(sigma2.reshape(-1, *shape).contiguous(), delta.reshape(-1, *shape).contiguous(), strict=True)
+    return torch.stack([regularizer.lambdas(v, d, history, count, 2, chosen).clone() for v, d in rows]).reshape(sigma2.shape)
 
 
 class Caught(NamedTuple):
@@ -36,12 +47,145 @@ class Caught(NamedTuple):
     mean_lambda: float
 
 
+def gain(sigma2: Tensor, lambda0: float) -> float:
+    """1 − Q(optimum)/Q(1): the share of the accumulated error that the best regularizer would save at the same mean step."""
+    plain, best = (objective(lam, sigma2.double(), lambda0) for lam in (torch.ones_like(sigma2), optimal(sigma2, lambda0)))
+    return 1 - float(best / plain)
+
+
 def caught(lam: Tensor, sigma2: Tensor, lambda0: float) -> Caught:
     """Of a series of λ; a share of nan says that there is nothing to gain, all variances being equal."""
     sigma2, mean = sigma2.double(), float(lam.mean())
     if not mean > 0:
         return Caught(-math.inf, mean)
     plain = float(objective(torch.ones_like(sigma2), sigma2, lambda0))
-    best = plain - float(objective(optimal(sigma2, lambda0), sigma2, lambda0))
+    best = plain * gain(sigma2, lambda0)
     own = plain - float(objective(lam.double() / mean, sigma2, lambda0))
     return Caught(own / best if best > 1e-12 * plain else math.nan, mean)
+
+
+class Series(NamedTuple):
+    """Variances over time, and the squares of the increments beside them where they are known: [T, k], k series of one kind."""
+
+    name: str
+    sigma2: Tensor
+    delta2: Tensor | None = None
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation of log σ over time; the median over series."""
+        return float((self.sigma2.log() / 2).std(0).median())
+
+    def without_trend(self, window: int = 51) -> Series:
+        """Divided by its geometric mean over so many neighbours in time: what is left changes from batch to batch.
+
+        ρ = σ²/δ̄² is what it was, as both are divided.
+        """
+        trend = _smooth(self.sigma2.log(), window).exp()
+        return Series(self.name, self.sigma2 / trend, None if self.delta2 is None else self.delta2 / trend)
+
+
+def _smooth(x: Tensor, window: int) -> Tensor:
+    """The mean over neighbours along the first dimension, fewer of them at the ends."""
+    half, total = window // 2, torch.cat([torch.zeros_like(x[:1]), x.cumsum(0)])
+    t = torch.arange(len(x))
+    low, high = (t - half).clamp(min=0), (t + half + 1).clamp(max=len(x))
+    return (total[high] - total[low]) / (high - low)[:, None]
+
+
+RECORDED = {"fashion-mnist": "Fashion-MNIST", "cifar10": "CIFAR-10"}
+
+
+def _read(name: str) -> dict[str, Tensor]:
+    """A file that `varreg.lab.variances` wrote, column by column."""
+    text = gzip.decompress((importlib.resources.files("varreg.theory") / "series" / f"{name}.csv.gz").read_bytes()).decode()
+    head, *rows = csv.reader(io.StringIO(text))
+    return dict(zip(head, torch.tensor([[float(v) for v in row] for row in rows], dtype=torch.float64).T, strict=True))
+
+
+def recorded(name: str) -> list[Series]:
+    """What training showed: the whole model, its weight tensors, single elements of them.
+
+    Elements that had no gradient at all at some step are left out: their σ² is 0 there, and all of λ would go to that step.
+    """
+    columns = _read(name)
+    names = [column.removeprefix("v2 ") for column in columns if column.startswith("v2 ")]
+    kinds = {
+        "whole model": [n for n in names if n == "model"],
+        "weight tensors": [n for n in names if n != "model" and "[" not in n],
+        "single elements": [n for n in names if "[" in n],
+    }
+    kinds = {kind: [n for n in these if (columns[f"v2 {n}"] > 0).all()] for kind, these in kinds.items()}
+    return [
+        Series(f"{RECORDED[name]}, {kind}", *(torch.stack([columns[f"{what} {n}"] for n in these], 1) for what in ("v2", "g2")))
+        for kind, these in kinds.items()
+        if these
+    ]
+
+
+def all_series() -> list[Series]:
+    """Synthetic ones, of variances that change from step to step, slowly, and by a steady fall; and those of real training."""
+    T = 1000
+    made = [Series(f"changing, spread {spread:g}", changing(T, spread)[:, None]) for spread in (0.1, 0.5, 1.0)]
+    made.append(Series("drifting, spread 0.5", drifting(T, 0.5)[:, None]))
+    made.append(Series("falling to 1/100", torch.logspace(0, -2, T, dtype=torch.float64)[:, None]))
+    for name in RECORDED:
+        whole = recorded(name)
+        made += [s._replace(name=f"{s.name}: drift and all") for s in whole]
+        made += [s.without_trend()._replace(name=f"{s.name}: batch to batch") for s in whole]
+    return made
+
+
+ARMS: dict[str, dict[str, object]] = {
+    **{f"{form}, {h}": {"form": form, "history": h} for form in regularizer.FORMS for h in regularizer.HISTORIES},
+    "rational, harmonic, s = 20": {"history": "harmonic", "s": 20.0},
+    **{f"rational of ρ, {h}": {"history": h, "scale_free": True} for h in ("mean", "geometric", "harmonic")},
+}
+"""What is judged, by name."""
+
+
+def judged(series: Series, lambda0: float, **options: object) -> Caught:
+    """Median over the series of a kind; nan where it needs δ̄² and there is none."""
+    if options.get("scale_free") and series.delta2 is None:
+        return Caught(math.nan, math.nan)
+    lam = causal(series.sigma2, series.delta2 if options.get("scale_free") else None, **options)
+    found = [caught(a, b, lambda0) for a, b in zip(lam.T, series.sigma2.T, strict=True)]
+    return Caught(st.median(c.share for c in found), st.median(c.mean_lambda for c in found))
+
+
+class Told(NamedTuple):
+    """At one point of training, over many batches: what v² of a batch says about the error ε of that batch's mean gradient."""
+
+    spread: float
+    """The standard deviation of log v."""
+    slope: float
+    """Of log ε² over log v²: 1 where v² says how large the error is, 0 where it says nothing."""
+    slope_error: float
+
+
+def still(name: str) -> tuple[Told, dict[str, Tensor]]:
+    """At the end of a recorded run, with the parameters held; and the columns v², ḡ², ε²."""
+    columns = _read(f"{name}-still")
+    x, y = (columns[c].log() for c in ("v2", "e2"))
+    dx, dy = x - x.mean(), y - y.mean()
+    slope = float((dx * dy).sum() / dx.square().sum())
+    residual = float((dy - slope * dx).square().sum() / (len(x) - 2))
+    return Told(float(x.std() / 2), slope, math.sqrt(residual / float(dx.square().sum()))), columns
+
+
+class Saved(NamedTuple):
+    """What a λ at a mean of 1 saves of Q: as v² has it, and in truth, with the errors themselves, and the standard error of that."""
+
+    apparent: float
+    real: float
+    error: float
+
+
+def saved(columns: dict[str, Tensor], lambda0: float, **options: object) -> Saved:
+    """Of a causal λ over batches at one point."""
+    lam = causal(columns["v2"], columns["g2"] if options.get("scale_free") else None, **options)
+    lam = lam / lam.mean()
+    q = lam * (1 + lam / lambda0) / (1 + 1 / lambda0)
+    apparent = 1 - float((q * columns["v2"]).mean() / columns["v2"].mean())
+    each = (1 - q) * columns["e2"] / columns["e2"].mean()
+    return Saved(apparent, float(each.mean()), float(each.std() / math.sqrt(len(each))))

@@ -6,7 +6,14 @@ For convex f with ∇f L-Lipschitz, γ_t ≤ 1/L and |x_t − x*| ≤ M, with ε
 
 The paper has W = 1/γ_{T−1}. Its proof ends with (1/γ₀)|x₀−x*|² + Σ (1/γ_t − 1/γ_{t−1})|x_t−x*|² and puts M² for every |x_t−x*|²: that is an upper
 bound only where no (1/γ_t − 1/γ_{t−1}) is negative, that is where γ_t never grows. A regularized step γ_t = αλ_t does grow at times. What holds for
-any steps is W = 1/γ₀ + Σ max(0, 1/γ_t − 1/γ_{t−1}), which is the paper's where γ_t never grows.
+any steps is W = 1/γ₀ + Σ max(0, 1/γ_t − 1/γ_{t−1}), which is the paper's where γ_t never grows. Where γ_t goes up and down, W grows as T does, and
+W·M²/2T does not fall: for VR-SGD this says nothing about convergence.
+
+What does say something is the same proof with each step weighted by γ_t: then the distances telescope whatever the steps are, and no M is needed,
+
+    (1/Σγ_t) Σ γ_t[f(x_{t+1}) − f*]  ≤  (1/Σγ_t) [ ½|x₀ − x*|² + ½ Σ γ_t²(1 + Lγ_t)ε_t² − Σ γ_tε_t·(x_t − Lγ_t²g_t − x*) ]      (weighted)
+
+Its expectation has Σ γ_t²(1 + Lγ_t)σ_t² where the paper's has Σ γ_t(1 + Lγ_t)σ_t². With Σγ_t given and Lγ_t small, the best γ_t is ∝ 1/σ_t².
 """
 
 from __future__ import annotations
@@ -29,6 +36,10 @@ class Paths:
     """(1/T) [½ Σ γ_t(1 + Lγ_t)ε_t² − Σ ε_t·(x_t − Lγ_t²g_t − x*)]: the part of S_T that noise makes."""
     reach: Tensor
     """The largest |x_t − x*| on the way: M."""
+    weighted: Tensor
+    """(1/Σγ_t) Σ γ_t[f(x_{t+1}) − f*]."""
+    weighted_bound: Tensor
+    """The right side of the weighted version."""
 
 
 def walk(problem: Problem, noise: Noise, gamma: Tensor, start: Tensor, runs: int, seed: int = 0) -> Paths:
@@ -37,16 +48,20 @@ def walk(problem: Problem, noise: Noise, gamma: Tensor, start: Tensor, runs: int
         raise ValueError(f"varreg: one positive step is needed for each of {len(noise)} variances; got {len(gamma)}.")
     generator = torch.Generator().manual_seed(seed)
     x = start.double().expand(runs, -1).clone()
-    criterion, made = torch.zeros(2, runs, dtype=torch.float64)
+    criterion, made, weighted = torch.zeros(3, runs, dtype=torch.float64)
     reach = (x - problem.minimum).norm(dim=1)
+    above = 0.5 * reach.square()
     for t, step in enumerate(gamma.double().tolist()):
         g, error = problem.gradient(x), noise.sample(t, runs, problem.dimension, generator)
-        made += 0.5 * step * (1 + problem.L * step) * error.square().sum(1)
-        made -= (error * (x - problem.L * step**2 * g - problem.minimum)).sum(1)
+        now = 0.5 * step * (1 + problem.L * step) * error.square().sum(1)
+        now -= (error * (x - problem.L * step**2 * g - problem.minimum)).sum(1)
         x = x - step * (g + error)
-        criterion += problem.regret(x)
+        regret = problem.regret(x)
+        made, criterion = made + now, criterion + regret
+        above, weighted = above + step * now, weighted + step * regret
         reach = torch.maximum(reach, (x - problem.minimum).norm(dim=1))
-    return Paths(criterion / len(gamma), made / len(gamma), reach)
+    T, total = len(gamma), float(gamma.sum())
+    return Paths(criterion / T, made / T, reach, weighted / total, above / total)
 
 
 def weight(gamma: Tensor, as_printed: bool = False) -> float:

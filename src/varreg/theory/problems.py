@@ -118,8 +118,8 @@ class Noise:
     """`normal`, which is symmetric, or `exponential`, which is not."""
 
     def __post_init__(self) -> None:
-        if self.shape not in _SHAPES:
-            raise ValueError(f"varreg: the shape of noise must be one of {', '.join(_SHAPES)}; got {self.shape!r}.")
+        if self.shape not in SHAPES:
+            raise ValueError(f"varreg: the shape of noise must be one of {', '.join(SHAPES)}; got {self.shape!r}.")
         if self.sigma2.dim() != 1 or not (self.sigma2 >= 0).all():
             raise ValueError("varreg: the variances of noise must be a series of numbers that are not negative.")
 
@@ -128,7 +128,7 @@ class Noise:
 
     def sample(self, t: int, runs: int, dimension: int, generator: torch.Generator) -> Tensor:
         """ε_t for many runs, [runs, d]."""
-        unit = _SHAPES[self.shape](runs, dimension, generator)
+        unit = SHAPES[self.shape](runs, dimension, generator)
         return unit * math.sqrt(float(self.sigma2[t]) / dimension)
 
     def fourth(self, dimension: int) -> Tensor:
@@ -142,7 +142,7 @@ def _exponential(runs: int, dimension: int, generator: torch.Generator) -> Tenso
     return torch.empty(runs, dimension, dtype=torch.float64).exponential_(generator=generator) - 1
 
 
-_SHAPES: dict[str, Callable[[int, int, torch.Generator], Tensor]] = {
+SHAPES: dict[str, Callable[[int, int, torch.Generator], Tensor]] = {
     "normal": lambda runs, dimension, generator: _normal(runs, dimension, generator=generator),
     "exponential": _exponential,
 }
@@ -157,3 +157,12 @@ def changing(T: int, spread: float = 1.0, sigma2: float = 1.0, seed: int = 0) ->
     """Heteroskedastic: log σ_t² is normal with standard deviation 2·`spread`, and the mean of σ_t² is `sigma2`."""
     z = _normal(T, generator=torch.Generator().manual_seed(seed))
     return sigma2 * torch.exp(2 * spread * z - 2 * spread**2)
+
+
+def drifting(T: int, spread: float = 1.0, sigma2: float = 1.0, memory: float = 0.98, seed: int = 0) -> Tensor:
+    """The same, but slowly: log σ_t² is an autoregression, whose value a step later is `memory` times that of now, and some noise."""
+    z = _normal(T, generator=torch.Generator().manual_seed(seed)).tolist()
+    at = [z[0]]
+    for new in z[1:]:
+        at.append(memory * at[-1] + math.sqrt(1 - memory**2) * new)
+    return sigma2 * torch.exp(2 * spread * torch.tensor(at, dtype=torch.float64) - 2 * spread**2)

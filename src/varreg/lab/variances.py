@@ -1,0 +1,104 @@
+"""σ² as it was in real training: a run of plain SGD, watched; and, where it ended, what v² of a batch says about the error of that batch.
+
+`python -m varreg.lab.variances` records the series that ship with varreg, from the paper's two tasks, as small files for `varreg theory`.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import varreg
+from varreg.lab import store
+from varreg.lab.run import Config, Run
+
+
+class Recorded(NamedTuple):
+    """A series that ships: SGD with this learning rate learns in so many epochs; every so-manieth step is kept."""
+
+    task: str
+    lr: float
+    epochs: int
+    every: int
+
+
+RECORDED = {"fashion-mnist": Recorded("fashion-mnist", 0.1, 5, 2), "cifar10": Recorded("cifar10-lenet", 0.1, 16, 6)}
+BATCH, ELEMENTS, BATCHES = 100, 8, 1000
+
+
+Columns = dict[str, list[float]]
+
+
+def record(what: Recorded, elements: int = ELEMENTS, seed: int = 0) -> tuple[Columns, Run]:
+    """Σv² and |ḡ|² of the model, of each weight tensor, and of single elements of each, drawn at random; and the run, at its end.
+
+    Columns are `v2 model`, `g2 model`, `v2 conv1.weight`, …, `v2 conv1.weight[7]`, …
+    """
+    going = Run(Config(what.task, "VRSGD", what.lr, seed, what.epochs, BATCH, {"s": 0.0}))  # s = 0: SGD to the bit
+    weights = [(name, p) for name, p in going.named if p.dim() > 1]
+    generator = torch.Generator().manual_seed(seed)
+    chosen = [(name, p, int(torch.randint(p.numel(), (), generator=generator))) for name, p in weights for _ in range(elements)]
+    columns: Columns = {}
+
+    def add(name: str, v2: torch.Tensor, g2: torch.Tensor) -> None:
+        columns.setdefault(f"v2 {name}", []).append(float(v2.sum()))
+        columns.setdefault(f"g2 {name}", []).append(float(g2.sum()))
+
+    while going.step < going.total:
+        going.advance()
+        if going.step % what.every == 0:
+            found = {p: m for _, p in going.named if (m := varreg.moments(p)) is not None}
+            squares = {p: (m.variance, m.mean.square()) for p, m in found.items()}
+            add("model", *(torch.stack([s[i].sum() for s in squares.values()]) for i in (0, 1)))
+            for name, p in weights:
+                add(name, *squares[p])
+            for name, p, i in chosen:
+                add(f"{name}[{i}]", *(s.flatten()[i] for s in squares[p]))
+    return columns, going
+
+
+def still(going: Run, count: int = BATCHES) -> Columns:
+    """With the parameters held where they are: Σv², |ḡ|² and the squared error |ḡ − g|² of many batches, g the gradient of all samples."""
+    going.full_gradient()
+    g = [p.grad.clone() for _, p in going.named if p.grad is not None]
+    columns: Columns = {"v2": [], "g2": [], "e2": []}
+    generator = torch.Generator().manual_seed(0)
+    train = going.splits.train
+    for _ in range(count):
+        index = torch.randint(len(train), (BATCH,), generator=generator)
+        going.optimizer.zero_grad()
+        going.task.loss(going.model(train.x[index]), train.y[index]).backward()
+        found = [m for _, p in going.named if (m := varreg.moments(p)) is not None]
+        columns["v2"].append(sum(float(m.variance.sum()) for m in found))
+        columns["g2"].append(sum(float(m.mean.square().sum()) for m in found))
+        columns["e2"].append(sum(float((m.mean - a).square().sum()) for m, a in zip(found, g, strict=True)))
+    return columns
+
+
+def write(path: Path, columns: Columns) -> None:
+    """Four digits, which are more than matter; the same bytes whenever the numbers are."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows([f"{v:.4g}" for v in row] for row in zip(*columns.values(), strict=True))
+    store.write(path, gzip.compress(text.getvalue().encode(), mtime=0))
+
+
+def main() -> None:
+    folder = Path(__file__).parents[1] / "theory" / "series"
+    for name in sys.argv[1:] or RECORDED:
+        what = RECORDED[name]
+        columns, going = record(what)
+        write(folder / f"{name}.csv.gz", columns)
+        write(folder / f"{name}-still.csv.gz", still(going))
+        print(folder / f"{name}.csv.gz", flush=True)
+
+
+if __name__ == "__main__":
+    main()
