@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from varreg.theory import checks, lemma1, rates
+from varreg.theory import checks, lemma1
 from varreg.theory.checks import CHECKS, Check
 
 
@@ -40,9 +40,44 @@ def test_tampered_steps_are_found_out(monkeypatch):
 
 
 def test_tampered_rates_are_found_out(monkeypatch):
-    """A start that costs nothing in the trade-off: its exponent is not α − 1."""
-    monkeypatch.setattr(checks, "trade_off", lambda alpha, T: (1e-3, rates.trade_off(alpha, T)[1]))
-    assert not any(check.holds for check in checks.trade_offs() if "start" in check.statement)
+    """Noise that costs as much however long the run is: its exponent is not −α."""
+    monkeypatch.setattr(checks, "trade_off_of", lambda alpha: ([10**k for k in range(2, 8)], [1.0] * 6, [1e-3] * 6))
+    assert not any(check.holds for check in checks.trade_offs() if "exponent" in check.statement)
+
+
+@pytest.mark.parametrize("wrong", [torch.ones_like, lambda s: s / s.mean(), lambda s: (1 / s).clamp(0.1, 3.0)])
+def test_a_solver_that_does_not_solve_is_found_out(monkeypatch, wrong):
+    monkeypatch.setattr(checks, "optimal", lambda sigma2, *bounds, **more: wrong(sigma2))
+    assert not all(check.holds for check in checks.the_problem() if check.claim in ("The problem in full", "S1.5"))
+
+
+def test_a_history_that_is_not_harmonic_is_found_out(monkeypatch):
+    """S1.5's solution with the arithmetic mean."""
+    monkeypatch.setattr(checks, "unbounded", lambda s, h: (1 + h / 2) * s.mean() / s - h / 2)
+    assert not next(check for check in checks.the_problem() if check.claim == "S1.5").holds
+
+
+def test_a_form_that_is_the_solution_is_found_out(monkeypatch):
+    """S2.1 would hold if the rational form were Theorem 3's, and then it says so."""
+    monkeypatch.setattr(checks.regularizer, "rational", checks.regularizer.affine)
+    assert [check.holds for check in checks.the_problem() if check.claim == "S2.1"] == [False, True]
+
+
+def test_a_corollary_that_is_true_is_found_out(monkeypatch):
+    """If whole runs varied as single steps do, the check of whole runs would hold, and be unexpected."""
+    real = checks.distances
+
+    def tampered(*args):
+        found = real(*args)
+        return dataclasses.replace(found, variance=found.one_step)
+
+    monkeypatch.setattr(checks, "distances", tampered)
+    assert [check.verdict for check in checks._corollary()] == ["holds", "holds – UNEXPECTED"]
+
+
+def test_a_regularizer_whose_steps_never_grow_forgets_its_start(monkeypatch):
+    monkeypatch.setattr(checks, "causal", lambda sigma2: 3 * torch.arange(1, len(sigma2) + 1, dtype=torch.float64) ** -0.5)
+    assert [check.holds for check in checks._of_vr_sgd()] == [True, True]
 
 
 def test_what_the_start_costs():
@@ -66,5 +101,5 @@ def test_slack_and_verdict():
 
 def test_the_bounded_forms_at_the_mean():
     """S2.1: both have 1/(1 + e) of the solution's slope, which leaves 1 − (1 − 1/(1+e))² = 0.466 of the gain where variances vary little."""
-    for form in ("sigmoid", "rational"):
-        assert checks._slope(form) / checks._slope("affine") == pytest.approx(1 / (1 + torch.e), rel=1e-12)
+    for form in (checks.regularizer.sigmoid, checks.regularizer.rational):
+        assert checks._slope(form) / checks._slope(checks.regularizer.affine) == pytest.approx(1 / (1 + torch.e), rel=1e-6)

@@ -117,7 +117,9 @@ def reproduce(
 
 
 @app.command()
-def theory(out: Out = Path("runs/theory")) -> None:
+def theory(
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder for figures and report.")] = Path("runs/theory"),
+) -> None:
     """Check the paper's claims, one by one, and what the best regularizer in hindsight would gain; a minute, and no data is needed."""
     from varreg.lab import report as reports
     from varreg.lab import theory as checks
@@ -125,9 +127,13 @@ def theory(out: Out = Path("runs/theory")) -> None:
 
     console = Console() if sys.stdout.isatty() else Console(width=200)
     names = checks.parts()
-    with progress(console, len(names)) as told:
-        checks.carry_out(out or Path("runs/theory"), command_of(sys.argv), told)
-    page, found = reports.build(out or Path("runs/theory"))
+    try:
+        with progress(console, len(names)) as told:
+            checks.carry_out(out, command_of(sys.argv), told)
+    except KeyboardInterrupt:
+        console.print("Stopped; nothing was saved.", highlight=False)
+        raise typer.Exit(130) from None
+    page, found = reports.build(out)
     console.print(checks.shown(found))
     console.print(text(found), highlight=False, markup=False, soft_wrap=not console.is_terminal)
     console.print(f"\nReport: {page}", highlight=False, markup=False, soft_wrap=True)

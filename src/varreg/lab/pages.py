@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from varreg.lab import compare, figures, reproduce, theory, verdict
 from varreg.lab.verdict import number
+from varreg.theory.checks import LAMBDA0
 
 BANDS = "Lines are means over seeds, bands their range."
 Arms = dict[str, list[dict[str, Any]]]
@@ -230,8 +231,8 @@ def theory_page(page: Page, found: dict[str, Any]) -> tuple[str, str]:
     head = ["series", "spread of σ", "gain in hindsight", *found["Hindsight"][0]["arms"]]
     page.table(head, [("", _caught(h)) for h in found["Hindsight"]], "As a table: share caught (mean λ)")
     page.section("Does v² of a batch say how large the error of that batch is?", STILL)
-    head = ["", "spread of v", "slope of log ε² over log v²", *found["Real batches"][0]["arms"]]
-    page.table(head, [("", _told(row)) for row in found["Real batches"]])
+    head = ["", "λ", "as v² has it", "in truth", "at equal progress"]
+    page.table(head, [("", line) for row in found["Real batches"] for line in _told(row)])
     page.section(
         "The variance of an increment (S2.4)",
         "Predicted over observed, by the standard error of the mean gradient over the gradient.",
@@ -251,17 +252,19 @@ RATES = (
 TRADE_OFF = "E[S_T] for γ ∝ t^−α. Dashed: what the start costs; dotted: what noise costs. The larger rules, and α = ½ is best."
 FORMS = (
     "Left: λ over the relative variance, s = 2. At σ² = σ̄² the bounded forms react 3.7 times less than the solution that they stand for. "
-    "Right: mean λ of Theorem 3's solution, which should be 1."
+    "Right: how far mean λ of Theorem 3's solution is from 1, and its Q from the optimum's at a mean λ of 1."
 )
 HINDSIGHT = (
-    "Judged by Q = Σ λ(1+λ/λ₀)σ² at a mean λ of 1, so that a longer step is no gain. 1 is the optimum that knows the future, 0 a constant λ. "
-    "Mean λ, before it is divided out, stands in brackets. Real series are shown twice: as they are, where drift, above all the quiet beginning, "
-    "makes the optimum's gain; and with the trend over 51 records divided out, which leaves what changes from batch to batch."
+    f"Judged by Q = Σ λ(1+λ/λ₀)σ² at a mean λ of 1 and λ ≤ λ₀ = {LAMBDA0:.2f}, that of s = 2, so that a longer step is no gain. 1 is the "
+    "optimum that knows the future, 0 a constant λ. Mean λ, before it is scaled to 1, stands in brackets. Real series are shown twice: as they "
+    "are, where drift, above all the quiet beginning, makes the optimum's gain; and with the trend over 51 records divided out, which leaves what "
+    "changes from batch to batch. Tensors and elements: medians, each with a λ of its own."
 )
 CAUGHT = "Share of the hindsight optimum's gain (mean λ). Spread: standard deviation of log σ. Gain: what the optimum saves of Q."
 STILL = (
-    "At the end of the recorded runs, with parameters held: σ² stays, and only the batch changes. What each λ saves of Q: as v² has it / in truth "
-    "(± two standard errors), with the error ε of the batch's mean gradient measured against that of all samples."
+    "At the end of the recorded runs, with parameters held: σ² stays, and only the batch changes. One λ for the model. What it saves of Q at a "
+    "mean λ of 1, as v² has it; the same in truth, with the error ε of the batch's mean gradient measured against that of all samples; and in "
+    "truth where λ is scaled to go as far along the gradient as without it. ± is two standard errors."
 )
 
 
@@ -271,6 +274,16 @@ def _caught(h: dict[str, Any]) -> list[str]:
     return [h["series"], f"{h['spread']:.2f}", f"{h['gain']:.0%}", *arms]
 
 
-def _told(row: dict[str, Any]) -> list[str]:
-    arms = (f"{a['apparent']:.1%} / {a['real']:.1%} ± {2 * a['error']:.1%}".replace("-", "−") for a in row["arms"].values())
-    return [row["series"], f"{row['spread']:.3f}", f"{row['slope']:.2f} ± {2 * row['slope_error']:.2f}", *arms]
+def _told(row: dict[str, Any]) -> list[list[str]]:
+    """One line for each regularizer."""
+
+    def share(value: float, error: float = 0.0) -> str:
+        return (f"{100 * value:+.1f} %" + (f" ± {200 * error:.1f} %" if error else "")).replace("-", "−")
+
+    slope = f"{row['slope']:.2f} ± {2 * row['slope_error']:.2f}"
+    where = f"{row['series']}: spread of v {row['spread']:.3f}, slope of log ε² over log v² {slope}"
+    lines = []
+    for i, (name, a) in enumerate(row["arms"].items()):
+        real, equal = share(a["real"], a["real_error"]), share(a["at_equal_progress"], a["at_equal_progress_error"])
+        lines.append([where if i == 0 else "", name, share(a["apparent"]), real, equal])
+    return lines

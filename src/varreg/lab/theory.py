@@ -55,7 +55,7 @@ def _still() -> list[dict[str, Any]]:
     rows = []
     for name, title in hindsight.RECORDED.items():
         told, columns = hindsight.still(name)
-        shown = ("rational, mean", "rational, harmonic", "affine, harmonic", "rational of ρ, mean")
+        shown = ("rational, mean", "rational, harmonic", "affine, harmonic", "rational of ρ, mean", "rational of ρ, harmonic")
         arms = {arm: hindsight.saved(columns, checks.LAMBDA0, **hindsight.ARMS[arm])._asdict() for arm in shown}
         rows.append({"series": title, **told._asdict(), "batches": len(columns["v2"]), "arms": arms})
     return rows
@@ -95,11 +95,15 @@ def carry_out(folder: Path, command: list[str], told: Callable[[str, float], Non
         path = folder / "experiment.json"
         if path.exists() and store.read_json(path).get("kind") != "theory":
             raise ValueError(f"varreg: {folder} has another experiment in it. Choose another folder with --out.")
-        found = {}
-        for name, part in parts().items():
-            start = time.perf_counter()
-            found[name] = part()
-            told(name, time.perf_counter() - start)
+        found, threads = {}, torch.get_num_threads()
+        torch.set_num_threads(1)  # tensors are small, and a second thread would be waited for more than it helps
+        try:
+            for name, part in parts().items():
+                start = time.perf_counter()
+                found[name] = part()
+                told(name, time.perf_counter() - start)
+        finally:
+            torch.set_num_threads(threads)
         about = {"kind": "theory", "arguments": {}, "about": "", "command": command, "environment": environment()}
         store.write_json(folder / "theory.json", found)
         store.write_json(path, about)
@@ -151,9 +155,9 @@ def slack(check: dict[str, Any]) -> str:
     if check["relation"] == "=":
         off = 100 * (measured / bound - 1)
         return f"{off:+,.{1 if abs(off) < 10 else 0}f} %".replace("-", "−")
-    if not measured:
-        return "–"
-    return f"{bound - measured:+.2f}".replace("-", "−") if check["relation"] == "<" else f"{number(check['slack'])}×"
+    if measured < 0:
+        return f"{bound - measured:+.2f}".replace("-", "−")
+    return f"{number(check['slack'])}×" if measured else "–"
 
 
 def measured(check: dict[str, Any]) -> str:

@@ -64,10 +64,14 @@ def record(what: Recorded, elements: int = ELEMENTS, seed: int = 0) -> tuple[Col
 
 
 def still(going: Run, count: int = BATCHES) -> Columns:
-    """With the parameters held where they are: Σv², |ḡ|² and the squared error |ḡ − g|² of many batches, g the gradient of all samples."""
+    """With the parameters held where they are, of many batches: Σv², |ḡ|², the squared error |ḡ − g|² and the progress ḡ·g/|g|².
+
+    g is the gradient of all samples.
+    """
     going.full_gradient()
     g = [p.grad.clone() for _, p in going.named if p.grad is not None]
-    columns: Columns = {"v2": [], "g2": [], "e2": []}
+    length = sum(float(a.square().sum()) for a in g)
+    columns: Columns = {"v2": [], "g2": [], "e2": [], "progress": []}
     generator = torch.Generator().manual_seed(0)
     train = going.splits.train
     for _ in range(count):
@@ -78,6 +82,7 @@ def still(going: Run, count: int = BATCHES) -> Columns:
         columns["v2"].append(sum(float(m.variance.sum()) for m in found))
         columns["g2"].append(sum(float(m.mean.square().sum()) for m in found))
         columns["e2"].append(sum(float((m.mean - a).square().sum()) for m, a in zip(found, g, strict=True)))
+        columns["progress"].append(sum(float((m.mean * a).sum()) for m, a in zip(found, g, strict=True)) / length)
     return columns
 
 

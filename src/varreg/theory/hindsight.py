@@ -1,11 +1,12 @@
 """How much of what the best regularizer in hindsight would gain does a causal one catch?
 
-A series of variances σ_t² is given. The hindsight optimum knows all of it (`optimum.py`); a form with a history knows the past. Both are judged by
-Q = Σ λ_t(1 + λ_t/λ₀)σ_t² at a mean λ of 1: a causal λ is divided by its mean first, so that a shorter or a longer step is no gain. What is caught is
+A series of variances σ_t² is given. The hindsight optimum knows all of it (`optimum.py`); a form with a history knows the past. Both are judged
+by Q = Σ λ_t(1 + λ_t/λ₀)σ_t² at a mean λ of 1 and λ_t ≤ λ₀: a causal λ is scaled so, by a factor that is chosen in hindsight, as a tuned learning
+rate is; a shorter or a longer step is no gain. What is caught is
 
-    (Q(1) − Q(λ/mean λ)) / (Q(1) − Q(optimum)),
+    (Q(1) − Q(λ)) / (Q(1) − Q(optimum)),
 
-1 for the optimum, 0 for a constant, negative for a λ that makes things worse. All functions take one series, [T], or several, [T, k].
+1 for the optimum, 0 for a constant, negative for a λ that makes Q larger. All functions take one series, [T], or several, [T, k].
 """
 
 from __future__ import annotations
@@ -49,8 +50,28 @@ class Caught(NamedTuple):
 
 def gain(sigma2: Tensor, lambda0: float) -> float:
     """1 − Q(optimum)/Q(1): the share of the accumulated error that the best regularizer would save at the same mean step."""
-    plain, best = (objective(lam, sigma2.double(), lambda0) for lam in (torch.ones_like(sigma2), optimal(sigma2, lambda0)))
-    return 1 - float(best / plain)
+    best = optimal(sigma2.double(), lambda0, high=max(1.0, lambda0))
+    return 1 - float(objective(best, sigma2.double(), lambda0) / objective(torch.ones_like(best), sigma2.double(), lambda0))
+
+
+def at_mean_one(lam: Tensor, high: float) -> Tensor:
+    """min(cλ, high), with the c that gives it a mean of 1; where too many are 0 for that, what is missing is given to those, evenly.
+
+    >>> at_mean_one(torch.tensor([1.0, 1.0, 6.0]), high=2.0)
+    tensor([0.5000, 0.5000, 2.0000])
+    >>> at_mean_one(torch.tensor([0.0, 0.0, 6.0]), high=2.0)
+    tensor([0.5000, 0.5000, 2.0000])
+    """
+    full = torch.where(lam > 0, high, 0.0).to(lam)
+    if float(full.mean()) <= 1:
+        return torch.where(lam > 0, full, (len(lam) - full.sum()) / (lam <= 0).sum().clamp(min=1))
+    low, up = 0.0, 1 / float(lam.mean())
+    while float((up * lam).clamp(max=high).mean()) < 1:
+        low, up = up, 2 * up
+    for _ in range(60):
+        c = (low + up) / 2
+        low, up = (c, up) if float((c * lam).clamp(max=high).mean()) < 1 else (low, c)
+    return (up * lam).clamp(max=high)
 
 
 def caught(lam: Tensor, sigma2: Tensor, lambda0: float) -> Caught:
@@ -60,7 +81,7 @@ def caught(lam: Tensor, sigma2: Tensor, lambda0: float) -> Caught:
         return Caught(-math.inf, mean)
     plain = float(objective(torch.ones_like(sigma2), sigma2, lambda0))
     best = plain * gain(sigma2, lambda0)
-    own = plain - float(objective(lam.double() / mean, sigma2, lambda0))
+    own = plain - float(objective(at_mean_one(lam.double(), max(1.0, lambda0)), sigma2, lambda0))
     return Caught(own / best if best > 1e-12 * plain else math.nan, mean)
 
 
@@ -77,12 +98,12 @@ class Series(NamedTuple):
         return float((self.sigma2.log() / 2).std(0).median())
 
     def without_trend(self, window: int = 51) -> Series:
-        """Divided by its geometric mean over so many neighbours in time: what is left changes from batch to batch.
+        """Both divided by their geometric means over so many neighbours in time: what is left changes from batch to batch."""
 
-        ρ = σ²/δ̄² is what it was, as both are divided.
-        """
-        trend = _smooth(self.sigma2.log(), window).exp()
-        return Series(self.name, self.sigma2 / trend, None if self.delta2 is None else self.delta2 / trend)
+        def flat(x: Tensor) -> Tensor:
+            return x / _smooth(x.log(), window).exp()
+
+        return Series(self.name, flat(self.sigma2), None if self.delta2 is None else flat(self.delta2))
 
 
 def _smooth(x: Tensor, window: int) -> Tensor:
@@ -174,18 +195,34 @@ def still(name: str) -> tuple[Told, dict[str, Tensor]]:
 
 
 class Saved(NamedTuple):
-    """What a λ at a mean of 1 saves of Q: as v² has it, and in truth, with the errors themselves, and the standard error of that."""
+    """What a λ saves of Q at one point of training, with standard errors: shares, negative where it costs."""
 
     apparent: float
+    """At a mean λ of 1, as v² has it."""
     real: float
-    error: float
+    """The same in truth: with the errors ε² themselves."""
+    real_error: float
+    at_equal_progress: float
+    """In truth, with λ so scaled that E[λ ḡ·g] is what it is without: it goes as far along the gradient."""
+    at_equal_progress_error: float
 
 
 def saved(columns: dict[str, Tensor], lambda0: float, **options: object) -> Saved:
-    """Of a causal λ over batches at one point."""
+    """Of a causal λ over batches at one point; standard errors are of 200 bootstrap samples."""
     lam = causal(columns["v2"], columns["g2"] if options.get("scale_free") else None, **options)
-    lam = lam / lam.mean()
-    q = lam * (1 + lam / lambda0) / (1 + 1 / lambda0)
-    apparent = 1 - float((q * columns["v2"]).mean() / columns["v2"].mean())
-    each = (1 - q) * columns["e2"] / columns["e2"].mean()
-    return Saved(apparent, float(each.mean()), float(each.std() / math.sqrt(len(each))))
+    v2, e2, p = columns["v2"], columns["e2"], columns["progress"]
+
+    def cost(scaled: Tensor, of: Tensor) -> Tensor:
+        """Q over what it is for λ = 1, for each row of batches."""
+        return 1 - (scaled * (1 + scaled / lambda0) / (1 + 1 / lambda0) * of).mean(-1) / of.mean(-1)
+
+    index = torch.randint(len(lam), (200, len(lam)), generator=torch.Generator().manual_seed(0))
+    each = []
+    for i in (torch.arange(len(lam))[None], index):
+        drawn, errors, progress = lam[i], e2[i], p[i]
+        even = drawn / drawn.mean(-1, keepdim=True)
+        far = drawn * (progress.mean(-1, keepdim=True) / (drawn * progress).mean(-1, keepdim=True))
+        each.append((cost(even, errors), cost(far, errors)))
+    (real, equal), spread = each
+    apparent = cost(lam / lam.mean(), v2)
+    return Saved(float(apparent), float(real), float(spread[0].std()), float(equal), float(spread[1].std()))

@@ -7,13 +7,15 @@ For convex f with ∇f L-Lipschitz, γ_t ≤ 1/L and |x_t − x*| ≤ M, with ε
 The paper has W = 1/γ_{T−1}. Its proof ends with (1/γ₀)|x₀−x*|² + Σ (1/γ_t − 1/γ_{t−1})|x_t−x*|² and puts M² for every |x_t−x*|²: that is an upper
 bound only where no (1/γ_t − 1/γ_{t−1}) is negative, that is where γ_t never grows. A regularized step γ_t = αλ_t does grow at times. What holds for
 any steps is W = 1/γ₀ + Σ max(0, 1/γ_t − 1/γ_{t−1}), which is the paper's where γ_t never grows. Where γ_t goes up and down, W grows as T does, and
-W·M²/2T does not fall: for VR-SGD this says nothing about convergence.
+W·M²/2T does not fall: for VR-SGD the start is never forgotten in this bound.
 
-What does say something is the same proof with each step weighted by γ_t: then the distances telescope whatever the steps are, and no M is needed,
+It is in the same proof with each step weighted by γ_t: then the distances telescope whatever the order of the steps is, and no M is needed,
 
     (1/Σγ_t) Σ γ_t[f(x_{t+1}) − f*]  ≤  (1/Σγ_t) [ ½|x₀ − x*|² + ½ Σ γ_t²(1 + Lγ_t)ε_t² − Σ γ_tε_t·(x_t − Lγ_t²g_t − x*) ]      (weighted)
 
-Its expectation has Σ γ_t²(1 + Lγ_t)σ_t² where the paper's has Σ γ_t(1 + Lγ_t)σ_t². With Σγ_t given and Lγ_t small, the best γ_t is ∝ 1/σ_t².
+for γ_t ≤ 1/L. Where γ_t is independent of ε_t, its expectation has Σ γ_t²(1 + Lγ_t)σ_t² where the paper's has Σ γ_t(1 + Lγ_t)σ_t²: with Σγ_t
+given and Lγ_t small, the right side is smallest for γ_t ∝ 1/σ_t². (The left side then weights those steps more.) As ever, noise is forgotten only
+where γ_t → 0.
 """
 
 from __future__ import annotations

@@ -22,36 +22,30 @@ class Ratio(NamedTuple):
 
 
 def ratio(m: int, batches: int, replace: bool = True, seed: int = 0) -> Ratio:
-    """Of a small network on fixed data, at one point, over many mini-batches of m samples that varreg measures.
+    """Of a small network on 40 samples, at one point, over many mini-batches of m samples that varreg measures.
 
-    Drawn without replacement (`replace=False`) samples are not independent, and it is not m − 1.
+    σ² is known: the variance of a single sample's gradient over the 40, divided by m, where they are drawn independently; and less, by the factor
+    of a finite population, where they are not (`replace=False`), so that the ratio is not m − 1 then.
     """
     if m < 2:
         raise ValueError(f"varreg: a batch of {m} has no variance within it; use at least 2 samples.")
     generator = torch.Generator().manual_seed(seed)
-    n, parts = 40, 10
+    n = 40
     x, y = (torch.randn(n, k, generator=generator, dtype=torch.float64) for k in (4, 1))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
-    within, means = [], []
+    within = []
     with varreg.observe(model):
-        for _ in range(batches):
-            index = torch.randint(n, (m,), generator=generator) if replace else torch.randperm(n, generator=generator)[:m]
+
+        def variance(index: torch.Tensor) -> float:
             model.zero_grad()
             nn.functional.mse_loss(model(x[index]), y[index]).backward()
-            found = [moments for p in model.parameters() if (moments := varreg.moments(p)) is not None]
-            within.append(torch.cat([moments.variance.flatten() for moments in found]).sum())
-            means.append(torch.cat([moments.mean.flatten() for moments in found]))
-    each = [
-        float(torch.stack(v).mean() / torch.stack(g).var(0).sum())
-        for v, g in zip(_split(within, parts), _split(means, parts), strict=True)
-    ]
-    spread = torch.tensor(each, dtype=torch.float64)
-    whole = float(torch.stack(within).mean() / torch.stack(means).var(0).sum())
-    return Ratio(whole, float(spread.std() / parts**0.5))
+            return sum(float(found.variance.sum()) for p in model.parameters() if (found := varreg.moments(p)) is not None)
 
-
-def _split(values: list[torch.Tensor], parts: int) -> list[list[torch.Tensor]]:
-    size = len(values) // parts
-    return [values[i * size : (i + 1) * size] for i in range(parts)]
+        sigma2 = variance(torch.arange(n)) / m * (1 if replace else (n - m) / (n - 1))
+        for _ in range(batches):
+            index = torch.randint(n, (m,), generator=generator) if replace else torch.randperm(n, generator=generator)[:m]
+            within.append(variance(index) / sigma2)
+    values = torch.tensor(within, dtype=torch.float64)
+    return Ratio(float(values.mean()), float(values.std() / batches**0.5))

@@ -3,7 +3,7 @@
 With γ_t = 1/(tl), t = 1, 2, …, R_t = |x_t − x*|² and G² ≥ E|ḡ_t|² for all t, theorem S0 says E[R_t] ≤ max{R₁, G²/l²}/t. Its induction
 multiplies E[R_t] ≤ R/t by 1 − 2/t, which at t = 1 is negative, so that the step from 1 to 2 is not proved; and it can fail
 (`tests/test_rates.py` has an example, noise that is large once). From t = 2 on the induction is sound, and since E[R₂] ≤ G²/l², what holds
-is E[R_t] ≤ max{R₁, 2G²/l²}/t.
+is E[R_t] ≤ 2G²/(l²t). (R₁ need not be named: G² ≥ |g₁|² ≥ l²R₁.)
 
 The corollary says that Var(R_t) falls faster than γ_t². Its formula is for one step, given where the last one ended, and for that it is
 true: the rate is t^−3. The variance over whole runs falls as t^−2, which is no faster than γ_t².
@@ -57,7 +57,7 @@ def theorem_s0(found: Distances, l: float, as_printed: bool = False) -> Tensor: 
     """The bound on E[R_t], t = 1 … T, with G² the largest E|ḡ_t|² that was measured."""
     G2 = float(found.second_moment.max())
     t = torch.arange(1, len(found.mean) + 1, dtype=torch.float64)
-    return max(float(found.mean[0]), (1 if as_printed else 2) * G2 / l**2) / t
+    return (max(float(found.mean[0]), G2 / l**2) if as_printed else 2 * G2 / l**2) / t
 
 
 def exponent(values: Tensor, first: int, times: Tensor | None = None) -> float:

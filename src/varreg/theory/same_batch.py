@@ -1,38 +1,57 @@
-"""Is λ_t independent of the error ε_t that it multiplies? The theory takes it so: γ_t is given, and E[γ_t ε_t²] = γ_t σ_t².
+"""Is λ_t independent of the error ε_t that it multiplies? The theory takes it so: γ_t is given, E[γ_t ε_t] = 0 and E[γ_t ε_t²] = γ_t σ_t².
 
-But λ_t comes out of the same mini-batch as ε_t. The variance v² of samples is independent of their mean where samples are normal (Cochran), and not
-where they are skewed. ρ = v²/ḡ² has the mean in it: where ε_t makes |ḡ_t| large, ρ is small and λ large, so that large errors get long steps.
+But λ_t comes out of the same mini-batch as ε_t. The variance v² of samples is independent of their mean where samples are normal (Cochran), and
+not where they are skewed: if the rare large samples lie along the gradient, a batch that has one has a large v² and a large ḡ, and λ cuts that step
+short. ρ = v²/ḡ² has the mean in it: where ε_t makes |ḡ_t| large, ρ is small and λ large. Such steps carry more error, and go further.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+from torch import Tensor
 
 from varreg import regularizer
 from varreg.theory.convergence import Measured
 from varreg.theory.problems import SHAPES
 
 
-def share_of_error(
+class OwnBatch(NamedTuple):
+    """Both are 1 where λ and ε are independent."""
+
+    progress: Measured
+    """E[λ ḡ]/(E[λ] g)."""
+    noise: Measured
+    """E[λ ε²]/(E[λ] σ²)."""
+
+
+def own_batch(
     scale_free: bool,
     shape: str = "normal",
+    along: bool = True,
     noise: float = 1.0,
     m: int = 8,
     history: regularizer.History = "mean",
     runs: int = 40_000,
-) -> Measured:
-    """E[λ ε²]/(E[λ] σ²), over many runs of a true gradient of 1 whose mean over m samples has a standard error of `noise`; 1 is claimed.
+) -> OwnBatch:
+    """Of many runs of a true gradient of 1, or of −1 with `along=False`, whose mean over m samples has a standard error of `noise`.
 
-    λ is VR-SGD's, with a history of 20 steps behind it.
+    Skewed noise has its long tail on the positive side: `along` the gradient, or against it. λ is VR-SGD's, with a history of 20 steps behind it.
     """
     if shape not in SHAPES:
         raise ValueError(f"varreg: the shape of noise must be one of {', '.join(SHAPES)}; got {shape!r}.")
     options = {**regularizer.DEFAULTS, "scale_free": scale_free, "history": history}
-    generator = torch.Generator().manual_seed(0)
+    generator, g = torch.Generator().manual_seed(0), 1.0 if along else -1.0
     past, count = torch.zeros(2, runs, dtype=torch.float64)
     for _ in range(20):
         errors = noise * m**0.5 * SHAPES[shape](m, runs, generator)
         epsilon = errors.mean(0)
-        lam = regularizer.lambdas(errors.var(0, correction=0), 1 + epsilon, past, count, m, options)
-    value = lam * epsilon.square() / (lam.mean() * noise**2)
-    return Measured(float(value.mean()), float(value.std() / runs**0.5), 1.0)
+        lam = regularizer.lambdas(errors.var(0, correction=0), g + epsilon, past, count, m, options)
+    return OwnBatch(_ratio(lam * (g + epsilon) / g, lam), _ratio(lam * epsilon.square() / noise**2, lam))
+
+
+def _ratio(a: Tensor, b: Tensor) -> Measured:
+    """E[a]/E[b], which is claimed to be 1."""
+    value = float(a.mean() / b.mean())
+    return Measured(value, float((a - value * b).std() / (b.mean() * len(a) ** 0.5)), 1.0)
