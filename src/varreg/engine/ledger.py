@@ -92,6 +92,15 @@ class Moments:
         return 1 if self.reduction == "mean" else self.count
 
 
+@dataclass(frozen=True)
+class Merged:
+    """Sums over all ranks, as of the last time that gradients were synchronised."""
+
+    count: int
+    groups: int
+    square: Tensor
+
+
 class Ledger:
     """The sums of one parameter. Holds no reference to the parameter itself."""
 
@@ -112,6 +121,7 @@ class Ledger:
         self.total: Tensor | None = None
         self.square: Tensor | None = None
         self.whole = False  # did the sums start together with p.grad?
+        self.merged: Merged | None = None  # with it, count, groups and square are this rank's own since then; total is of all
         self._seen: tuple[int, int] | None = None  # address and version of p.grad when the last window closed
         self._grad: TensorWeakRef | None = None  # p.grad itself
 
@@ -121,7 +131,7 @@ class Ledger:
         Zeros are looked for if `look`, or if p.grad is not the tensor that it was, or was written to.
         """
         if p.grad is None:
-            return self._seen is not None
+            return self._seen is not None or self.merged is not None
         if self.total is None or (not look and self._seen == (p.grad.data_ptr(), p.grad._version)):
             return False
         return not bool(p.grad.any()) and bool(self.total.any())
@@ -153,12 +163,16 @@ class Ledger:
         self.groups += contribution.partition.groups
         return total
 
-    def close(self, p: Tensor) -> None:
-        """The window ends: square what had to wait, and note the state of `p.grad`."""
+    def settle(self) -> None:
+        """All uses have arrived: square what had to wait."""
         if self.pending:
             self.shared |= len(self.pending) > 1
             self._enter(combine(self.pending))
             self.pending = []
+
+    def close(self, p: Tensor) -> None:
+        """The window ends: note the state of `p.grad`."""
+        self.settle()
         self.expected = max(0, self.expected - self.arrived)
         self.arrived = 0
         self.in_window = False
@@ -167,7 +181,7 @@ class Ledger:
 
     def is_measured(self, p: Tensor) -> bool:
         """Is `p.grad` still the tensor that was measured? Its values may have changed, by clipping or unscaling."""
-        return self._grad is not None and p.grad is not None and self._grad() is p.grad
+        return p.grad is not None and (self.merged is not None or (self._grad is not None and self._grad() is p.grad))
 
     def pass_by(self, p: Tensor, partition: Partition) -> None:
         """A window closed in which the parameter had no use: its samples count, and contribute nothing."""
@@ -175,10 +189,34 @@ class Ledger:
             self.count += partition.batch
             self.groups += partition.groups
 
+    def own(self, p: Tensor, partition: Partition | None) -> tuple[int, int, Tensor | None, bool]:
+        """The sums of this rank since the last synchronisation: m, groups, W; and is there more in `p.grad` than they say?
+
+        Where the parameter had no use in the window under way, `partition` is that of its batch, whose samples count all the same.
+        """
+        self.settle()
+        if partition is not None:
+            if p.grad is None or self.cleared(p, look=True):
+                self._restart()
+                self.whole = True
+            self.count, self.groups = self.count + partition.batch, self.groups + partition.groups
+        return self.count, self.groups, self.square, not self.whole
+
+    def merge(self, count: int, groups: int, square: Tensor, total: Tensor | None) -> None:
+        """The sums of all ranks since the last synchronisation, and the gradient that they now share."""
+        if self.merged is not None:
+            count, groups, square = self.merged.count + count, self.merged.groups + groups, self.merged.square + square
+        self.merged, self.total = Merged(count, groups, square), total
+        self.count, self.groups, self.square = 0, 0, None
+
     def read(self, p: Tensor) -> Moments | None:
-        if self.count == 0 or self.total is None or self.square is None or self.cleared(p, look=False):
+        count, groups, square = self.count, self.groups, self.square
+        if self.merged is not None:
+            count, groups = self.merged.count + count, self.merged.groups + groups
+            square = self.merged.square if square is None else self.merged.square + square
+        if count == 0 or self.total is None or square is None or self.cleared(p, look=False):
             return None
-        return Moments(self.count, self.groups, self.total, self.square, self.reduction)
+        return Moments(count, groups, self.total, square, self.reduction)
 
 
 LEDGERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

@@ -72,6 +72,8 @@ class Observer:
         self._windows = 0
         self._queued = False  # will the running backward close the window when it ends?
         self._recalled: dict[nn.Module, list[list[Any]]] = {}  # the marks of inputs that a checkpoint will want again
+        self._passed: set[int] = set()  # parameters without a use in the running backward that are counted already
+        self.rank, self.world = 0, 1  # among those that share the batch
         self._learn()
         self._handles = [h for m in model.modules() if any(True for _ in m.parameters()) for h in self._hook(m)]
 
@@ -141,13 +143,17 @@ class Observer:
         return Layout(batch, dim) if t.dim() > dim and t.shape[dim] == batch else None
 
     def partition(self, batch: int) -> Partition:
-        groups = batch if self.groups is None else self.groups
+        groups = batch if self.groups is None else self._own_groups(self.groups)
         if groups > batch > 0:
             raise ValueError(
                 f"varreg: groups={groups} needs at least {groups} samples in a batch, got {batch}. Use fewer groups, larger batches, "
                 "or drop the last incomplete batch (DataLoader(drop_last=True))."
             )
         return Partition(batch, min(groups, batch))
+
+    def _own_groups(self, groups: int) -> int:
+        """Groups are of the global batch: each rank has its share of them, and one at least."""
+        return max(1, groups // self.world + (self.rank < groups % self.world))
 
     def check_batch_norm(self, args: Any, kwargs: dict[str, Any]) -> None:
         """Refuse BatchNorm in training, wherever `F.batch_norm` is called from."""
@@ -185,6 +191,18 @@ class Observer:
                 ledger.open(p)
                 self._window[id(p)] = (p, ledger)
 
+    def ledger_of(self, p: Tensor) -> Ledger | None:
+        """The ledger of a parameter, where it is this observer's."""
+        found = self._known.get(id(p))
+        return found[1] if found is not None and found[0] is p and self._handles else None
+
+    def partition_of(self, p: Tensor) -> Partition | None:
+        """The batch of the running backward, for a parameter that has no use in it, once; None for one that has."""
+        if id(p) in self._window or id(p) in self._passed:
+            return None
+        self._passed.add(id(p))
+        return self._partition
+
     def abort(self) -> None:
         """The backward pass fails: what arrived stays counted, as what it added to `p.grad` does, and the window is over."""
         self._close(check=False)
@@ -197,13 +215,14 @@ class Observer:
 
     def _close(self, check: bool = True) -> None:
         window, partition, first = self._window, self._partition, self._windows == 0
+        passed, self._passed = self._passed, set()
         self._window, self._partition, self._queued, self._recalled = {}, None, False, {}
         self._windows += 1
         for p, ledger in window.values():
             ledger.close(p)
         if partition is not None:
             for key, (p, ledger) in self._known.items():
-                if key not in window:
+                if key not in window and key not in passed:
                     ledger.pass_by(p, partition)
         if check and window:  # every parameter at first, then one at a time, in turn
             reached = list(window.values())
@@ -272,6 +291,10 @@ class Observer:
             self._queue()
         elif self._queued or self._window:  # an earlier backward pass failed and never closed its window
             self.abort()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            from varreg import distributed
+
+            distributed.attach(self)
         if not is_tracing():
             new_epoch()
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -61,11 +61,13 @@ def warn_typos(group: Mapping[str, Any], known: Mapping[str, Any]) -> None:
                 )
 
 
-def check_alone() -> None:
-    """Moments are those of one process, until they are reduced over all of them."""
+def check_merged(parameters: Iterable[Tensor]) -> None:
+    """Among several processes, moments must be those of all of them, or their parameters would drift apart."""
     distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+        return
+    if any(LEDGERS[p].merged is None for p in parameters):
         raise RuntimeError(
-            "varreg: regularized steps over several processes are not supported yet: each process has measured its own samples only, and "
-            "their parameters would drift apart. Use one process, or s=0."
+            "varreg: there are several processes, and the moments are those of this one's samples only: parameters would drift apart. Wrap the "
+            "model in DistributedDataParallel or fully_shard, and let the last backward() before step() synchronise (not in no_sync); or use s=0."
         )

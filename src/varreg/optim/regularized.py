@@ -20,7 +20,7 @@ from varreg.engine.contribution import stat_dtype
 from varreg.engine.ledger import LEDGERS
 from varreg.memory import scratch
 from varreg.optim.gradient import NotFiniteError, UnmeasuredError, as_seen
-from varreg.optim.names import check_alone, names, warn_lone, warn_missing, warn_typos
+from varreg.optim.names import check_merged, names, warn_lone, warn_missing, warn_typos
 from varreg.optim.parts import Part, Work, parts, pieces
 from varreg.optim.summary import LambdaSummary, summarize
 from varreg.regularizer import DEFAULTS, calibrated, check, lambdas, plain, ratio, regularizer
@@ -195,7 +195,7 @@ class Regularized(Optimizer):
         if lone and not works:
             warn_lone(self, self._warned)
         if works:
-            check_alone()
+            check_merged(w.p for w in works)
             self._check_model()
             for group in self.param_groups:
                 self._fix(group)

@@ -1,0 +1,134 @@
+"""Moments over many processes: those of the global batch, for one gradient's worth of bytes more per step. Nothing to do in one process.
+
+Sample i's contribution c_i to a gradient adds up to p.grad over samples, micro-batches and ranks alike. DistributedDataParallel averages gradients
+over W ranks: what a sample contributes to that average is c_i/W. So
+
+    S = the averaged gradient,   Σc² = (1/W²) Σ_ranks Σc²,   m = Σ_ranks m
+
+and only Σc² has to be reduced, beside each of DDP's own buckets, as that bucket becomes ready: it overlaps with the backward pass as gradients do.
+It is done in a communication hook, so that `no_sync`, unused parameters and `join` are as DDP has them: a rank that has joined sends zeros.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from varreg.engine.contribution import stat_dtype
+
+if TYPE_CHECKING:
+    from varreg.engine.observer import Observer
+
+Hook = Callable[[Any, GradBucket], Future[Tensor]]
+_REDUCTIONS: weakref.WeakKeyDictionary[DistributedDataParallel, Reduction] = weakref.WeakKeyDictionary()
+
+
+def register_comm_hook(ddp: DistributedDataParallel, state: Any, hook: Hook) -> None:
+    """Use a communication hook of your own for gradients, with varreg's beside it: in place of `ddp.register_comm_hook(state, hook)`."""
+    if not isinstance(ddp, DistributedDataParallel):
+        raise ValueError(f"varreg: register_comm_hook expects a DistributedDataParallel model, got {type(ddp).__name__}.")
+    reduction_of(ddp).inner = lambda bucket: hook(state, bucket)
+
+
+def reduction_of(ddp: DistributedDataParallel) -> Reduction:
+    """What reduces the moments of a DDP model; made at the first call, since a hook can be registered once and never taken off."""
+    if ddp not in _REDUCTIONS:
+        if ddp._use_python_reducer:
+            raise ValueError(
+                "varreg: DistributedDataParallel under compiled autograd is not supported. Switch compiled autograd off."
+            )
+        if ddp._comm_hooks:
+            raise ValueError(
+                "varreg: this DistributedDataParallel has a communication hook, and there can be one only. Register it with "
+                "varreg.distributed.register_comm_hook(ddp, state, hook), which runs it and reduces moments beside it."
+            )
+        made = Reduction(ddp)
+        ddp.register_comm_hook(made, _reduce)
+        _REDUCTIONS[ddp] = made
+    return _REDUCTIONS[ddp]
+
+
+class Reduction:
+    """The communication hook of one DDP model."""
+
+    def __init__(self, ddp: DistributedDataParallel):
+        self._ddp = weakref.ref(ddp)
+        self.group: Any = ddp.process_group
+        self.observer: Observer | None = None
+        self.inner: Callable[[GradBucket], Future[Tensor]] = self.average
+
+    @property
+    def world(self) -> int:
+        return dist.get_world_size(self.group)
+
+    def average(self, bucket: GradBucket) -> Future[Tensor]:
+        """What DDP does without a hook, rounding included."""
+        buffer = bucket.buffer().mul_(1 / self.world)
+        done: Future[Any] = dist.all_reduce(buffer, group=self.group, async_op=True).get_future()
+        return done.then(lambda summed: summed.value()[0])
+
+    @property
+    def divides_by_those_left(self) -> bool:
+        """In `join(divide_by_initial_world_size=False)`, an average is over the ranks that have not joined."""
+        ddp = self._ddp()
+        return ddp is not None and ddp._join_config.enable and getattr(ddp, "_divide_by_initial_world_size", True) is False
+
+
+def _reduce(reduction: Reduction, bucket: GradBucket) -> Future[Tensor]:
+    """The hook: gradients, and beside them [Σc² of every parameter, (m, groups, is it partial?) of every parameter, is this rank at work?]."""
+    observer, world = reduction.observer, reduction.world
+    if observer is None:
+        return reduction.inner(bucket)
+    active = torch._C._current_graph_task_id() != -1  # a rank that has joined is called outside of any backward pass
+    pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+    known = [(p, ledger, g) for p, g in pairs if (ledger := observer.ledger_of(p)) is not None]
+    sizes = [p.numel() for p, _, _ in known]
+    sums = torch.zeros(sum(sizes) + 3 * len(known) + 1, dtype=stat_dtype(bucket.buffer().dtype), device=bucket.buffer().device)
+    *squares, counts, at_work = sums.split([*sizes, 3 * len(known), 1])
+    if active:
+        at_work.fill_(1)
+        for i, (p, ledger, _) in enumerate(known):
+            count, groups, square, partial = ledger.own(p, observer.partition_of(p))
+            if square is not None:
+                squares[i].copy_(square.reshape(-1))
+            counts[3 * i : 3 * i + 3] = counts.new_tensor([count, groups, partial])
+    gradients = reduction.inner(bucket)
+    moments = dist.all_reduce(sums, group=reduction.group, async_op=True).get_future()
+
+    def done(both: Future[list[Future[Any]]]) -> Tensor:
+        averaged: Tensor = gradients.value()
+        moments.value()
+        ranks = int(at_work) if reduction.divides_by_those_left else world
+        if ranks != world:
+            averaged.mul_(world / ranks)
+        if active:
+            split = averaged.split([p.numel() for p in bucket.parameters()]) if averaged is not bucket.buffer() else None
+            for i, (p, ledger, g) in enumerate(known):
+                total = g if split is None else split[i]
+                count, groups, partial = counts[3 * i : 3 * i + 3].tolist()
+                total = None if partial else total.reshape(p.shape).to(sums.dtype, copy=True)
+                ledger.merge(int(count), int(groups), squares[i].view(p.shape).div_(ranks**2), total)
+        return averaged
+
+    return torch.futures.collect_all([gradients, moments]).then(done)
+
+
+_reduce.__annotations__.clear()  # DDP compares them with types, and these are strings
+
+
+def attach(observer: Observer) -> None:
+    """Called as a forward begins: is it that of a DDP model, or one inside it?"""
+    inside = DistributedDataParallel._get_active_ddp_module()
+    found = [m for m in observer.model.modules() if isinstance(m, DistributedDataParallel)]
+    for ddp in {id(d): d for d in ([inside] if inside is not None else []) + found}.values():
+        reduction = reduction_of(ddp)
+        reduction.observer = observer
+        observer.rank, observer.world = dist.get_rank(reduction.group), reduction.world
