@@ -111,6 +111,7 @@ class Ledger:
         self.count = self.groups = 0
         self.total: Tensor | None = None
         self.square: Tensor | None = None
+        self.precision = 0.0  # the rounding error of p.grad where it is autograd's own, beside what is measured; else 0
         self.whole = False  # did the sums start together with p.grad?
         self._seen: tuple[int, int] | None = None  # address and version of p.grad when the last window closed
         self._grad: TensorWeakRef | None = None  # p.grad itself
@@ -157,7 +158,8 @@ class Ledger:
         """The window ends: square what had to wait, and note the state of `p.grad`."""
         if self.pending:
             self.shared |= len(self.pending) > 1
-            self._enter(combine(self.pending))
+            with torch.autocast(p.device.type, enabled=False):  # backward() may have been called under it
+                self._enter(combine(self.pending))
             self.pending = []
         self.expected = max(0, self.expected - self.arrived)
         self.arrived = 0

@@ -51,6 +51,18 @@ def warn_lone(optimizer: Optimizer, warned: set[int]) -> None:
         )
 
 
+def warn_overflow(optimizer: Optimizer, p: Tensor, warned: set[int]) -> None:
+    """A GradScaler lets the loss scale grow until gradients overflow; their squares do so long before."""
+    if -1 not in warned:
+        warned.add(-1)
+        warnings.warn(
+            f"varreg: {type(optimizer).__name__} takes the plain step (λ = 1) for '{names(optimizer)[p]}', and others like it: the squares of "
+            "its gradients are too large for their precision, though the gradients are not. The loss scale has grown too far: bfloat16 needs "
+            "none; or create the GradScaler with a growth_interval that is longer than the training.",
+            stacklevel=6,
+        )
+
+
 def warn_typos(group: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     """torch takes any key in a param group. One that is nearly an option is probably meant to be it."""
     for key in group:

@@ -19,8 +19,8 @@ from varreg.engine import Moments, moments
 from varreg.engine.contribution import stat_dtype
 from varreg.engine.ledger import LEDGERS
 from varreg.memory import scratch
-from varreg.optim.gradient import NotFiniteError, UnmeasuredError, as_seen
-from varreg.optim.names import check_alone, names, warn_lone, warn_missing, warn_typos
+from varreg.optim.gradient import NotFiniteError, OverflowedError, UnmeasuredError, as_seen
+from varreg.optim.names import check_alone, names, warn_lone, warn_missing, warn_overflow, warn_typos
 from varreg.optim.parts import Part, Work, parts, pieces
 from varreg.optim.summary import LambdaSummary, summarize
 from varreg.regularizer import DEFAULTS, calibrated, check, lambdas, plain, ratio, regularizer
@@ -184,10 +184,12 @@ class Regularized(Optimizer):
                     if m is None or m.groups < 2:
                         raise UnmeasuredError
                     self._check_shapes(p, m, group)
-                    seen = as_seen(m, p.grad, LEDGERS[p].is_measured(p))
+                    seen = as_seen(m, p.grad, LEDGERS[p].is_measured(p), LEDGERS[p].precision)
                     works.append(Work(p, group, self.state[p], m, *seen, p.detach().clone()))
                 except UnmeasuredError:
                     missing.append(p)
+                except OverflowedError:
+                    warn_overflow(self, p, self._warned)
                 except NotFiniteError:
                     pass  # the base's step, as torch would have it
         if missing:
