@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -105,11 +106,21 @@ def _refuse_second_order() -> None:
         )
 
 
+def _refuse_compiled() -> None:
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and compiled.in_compiled_autograd_region:
+        raise RuntimeError(
+            "varreg: compiled autograd runs the backward pass of an observed model, and would not measure it. Set "
+            "torch._dynamo.config.compiled_autograd = False; torch.compile itself may stay."
+        )
+
+
 def _measuring(backward: Callable[..., Any]) -> Callable[..., Any]:
     """What all nodes need: first derivatives alone, computed as they are written, also if `backward()` is called under autocast."""
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
+        _refuse_compiled()
         _refuse_second_order()
         device = next((g.device.type for g in grads if g is not None), "cpu")
         if not torch.is_autocast_enabled(device):

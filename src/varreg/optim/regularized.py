@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from varreg.engine import Moments, moments
@@ -140,6 +141,7 @@ class Regularized(Optimizer):
 
     # The step ----------------------------------------------------------------------------------------------------------------------
 
+    @_disable_dynamo  # a step is eager, also inside of a compiled training step
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform a single optimization step: the base's, with each parameter's change scaled by λ.
