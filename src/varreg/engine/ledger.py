@@ -120,6 +120,7 @@ class Ledger:
         self.count = self.groups = 0
         self.total: Tensor | None = None
         self.square: Tensor | None = None
+        self.precision = 0.0  # the rounding error of p.grad where it is autograd's own, beside what is measured; else 0
         self.whole = False  # did the sums start together with p.grad?
         self.merged: Merged | None = None  # with it, count, groups and square are this rank's own since then; total is of all
         self._seen: tuple[int, int] | None = None  # address and version of p.grad when the last window closed
@@ -167,7 +168,8 @@ class Ledger:
         """All uses have arrived: square what had to wait."""
         if self.pending:
             self.shared |= len(self.pending) > 1
-            self._enter(combine(self.pending))
+            with torch.autocast(p.device.type, enabled=False):  # backward() may have been called under it
+                self._enter(combine(self.pending))
             self.pending = []
 
     def close(self, p: Tensor) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,14 +33,23 @@ class Target:
         for _, ledger in leaves:
             ledger.uses.add(self)
 
-    def take(self, contribution: Contribution, node: torch.autograd.graph.Node | None) -> Tensor | None:
-        """Enter the contributions, and return their sum. In a backward pass that is not for the parameter, enter nothing."""
+    def take(
+        self, contribution: Contribution, node: torch.autograd.graph.Node | None, rounding: float = 0.0, own: bool = False
+    ) -> Tensor | None:
+        """Enter the contributions, and return their sum. In a backward pass that is not for the parameter, enter nothing.
+
+        `rounding` is the error of what arrived, and `own` says that the gradient is not that sum, but autograd's own.
+        """
         if not self.leaves or not self.observer.records(node):
             total = contribution.total()
             return None if total is None else total.to(self.dtype)
         try:
             self._open(contribution.partition)
-            return self.leaves[0][1].add(contribution, self.dtype) if self.direct else self._pull_back(contribution)
+            total = self.leaves[0][1].add(contribution, self.dtype) if self.direct else self._pull_back(contribution)
+            for _, ledger in self.leaves:
+                if own or ledger.pending:  # what waits is summed up twice: for the gradient, and for the moments
+                    ledger.precision = max(ledger.precision, rounding)
+            return total
         except Exception:
             self.observer.abort()
             raise
@@ -95,6 +106,41 @@ def _refuse_second_order() -> None:
         )
 
 
+def _refuse_compiled() -> None:
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and compiled.in_compiled_autograd_region:
+        raise RuntimeError(
+            "varreg: compiled autograd runs the backward pass of an observed model, and would not measure it. Set "
+            "torch._dynamo.config.compiled_autograd = False; torch.compile itself may stay."
+        )
+
+
+def _measuring(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """What all nodes need: first derivatives alone, computed as they are written, also if `backward()` is called under autocast."""
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Any) -> Any:
+        _refuse_compiled()
+        _refuse_second_order()
+        device = next((g.device.type for g in grads if g is not None), "cpu")
+        if not torch.is_autocast_enabled(device):
+            return backward(ctx, *grads)
+        with torch.autocast(device, enabled=False):
+            return backward(ctx, *grads)
+
+    return run
+
+
+def _rounding(grads: Sequence[Tensor | None], at_least: float) -> float:
+    """That of the coarsest gradient."""
+    return max([at_least, *(torch.finfo(g.dtype).eps for g in grads if g is not None)])
+
+
+def _autocast_rounding(device: str) -> float:
+    """Of what is computed now, whatever comes in and goes out: a GRU takes and gives float32 under autocast."""
+    return torch.finfo(torch.get_autocast_dtype(device)).eps if torch.is_autocast_enabled(device) else 0.0
+
+
 class Use(torch.autograd.Function):
     """Passes a function's outputs on, and takes over the gradients of the parameters that were detached in it."""
 
@@ -104,6 +150,7 @@ class Use(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.contributions, ctx.takes_over, ctx.n_outputs, ctx.n_params = contributions, takes_over, n_outputs, n_params
         ctx.set_materialize_grads(False)
+        ctx.rounding = _autocast_rounding(tensors[0].device.type)
         saved = tensors[n_outputs + n_params :]
         ctx.save_for_backward(*saved)
         ctx.n_saved = len(saved)
@@ -112,12 +159,13 @@ class Use(torch.autograd.Function):
         return outputs
 
     @staticmethod
+    @_measuring
     def backward(ctx: Any, *grads: Any) -> Any:
-        _refuse_second_order()
         first = ctx.n_outputs
         found = ctx.contributions(list(grads), ctx.saved_tensors)
         edges = ctx.next_functions[first : first + ctx.n_params]  # one per tensor input; other inputs have none
-        totals = [None if c is None else target.take(c, edge[0]) for (target, c), edge in zip(found, edges, strict=True)]
+        how = _rounding(grads, ctx.rounding), not ctx.takes_over
+        totals = [None if c is None else target.take(c, edge[0], *how) for (target, c), edge in zip(found, edges, strict=True)]
         if not ctx.takes_over:
             totals = [None] * ctx.n_params
         return (None, None, None, None, *grads, *totals, *(None,) * ctx.n_saved)
@@ -132,8 +180,8 @@ class Spread(torch.autograd.Function):
         return t.detach() if aligned else t.reshape((1,) * (len(shape) - t.dim()) + tuple(t.shape)).expand(shape).detach()
 
     @staticmethod
+    @_measuring
     def backward(ctx: Any, grad: Any) -> Any:
-        _refuse_second_order()
         at: Layout = ctx.at
         if ctx.aligned:  # row i of the tensor is used by sample i alone
             whole = at.batch == 1
@@ -177,6 +225,7 @@ class Repetition:
         self.partition = Partition(0, 0)
         device = tracked[0].device.type
         self.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        self.rounding = _autocast_rounding(device)
         self.grads: dict[int, tuple[Tensor, Layout]] = {}
 
     def watch(self, index: int, out: Tensor, at: Layout) -> None:
@@ -191,7 +240,7 @@ class Repetition:
     @property
     def precision(self) -> float:
         """The rounding error of the coarsest gradient that arrived."""
-        return max(torch.finfo(g.dtype).eps for g, _ in self.grads.values())
+        return _rounding([g for g, _ in self.grads.values()], self.rounding)
 
     def contributions(self, saved: Sequence[Tensor]) -> list[Tensor]:
         """`[groups, *shape]` for every tracked tensor."""
@@ -236,8 +285,8 @@ class Repeat(torch.autograd.Function):
         return tuple(t.detach() for t in tensors[len(call.layouts) :])
 
     @staticmethod
+    @_measuring
     def backward(ctx: Any, *grads: Any) -> Any:
-        _refuse_second_order()
         call: Repetition = ctx.call
         skip = len(call.layouts)
         totals: list[Tensor | None] = list(grads)
@@ -252,7 +301,7 @@ class Repeat(torch.autograd.Function):
             for i, (target, grad, c) in enumerate(zip(call.targets, grads, found, strict=True)):
                 if grad is not None:
                     _check_sum(c, grad, call.precision, call.where)
-                    target.take(Grouped(call.partition, c), edges[i][0])
+                    target.take(Grouped(call.partition, c), edges[i][0], call.precision, own=True)
         call.grads.clear()
         return (None, *(None,) * skip, *totals)
 

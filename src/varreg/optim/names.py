@@ -36,7 +36,7 @@ def warn_missing(optimizer: Optimizer, parameters: list[Tensor], warned: set[int
         f"varreg: {type(optimizer).__name__} takes the plain step (λ = 1) for parameters that have a gradient but no gradient variance. Call "
         "varreg.observe(model) before the forward pass, not with groups=1, and let the gradient be the one that was measured; or put them "
         f"into a param group with s=0. They are: {', '.join(f'{name[p]} {tuple(p.shape)}' for p in new)}.",
-        stacklevel=6,
+        stacklevel=8,  # the step() of a user, through two frames of torch.compile
     )
 
 
@@ -47,7 +47,19 @@ def warn_lone(optimizer: Optimizer, warned: set[int]) -> None:
         warnings.warn(
             f"varreg: {type(optimizer).__name__} takes plain steps (λ = 1) as long as batches have one sample: there is no variance in one. "
             "Use larger batches, or accumulate several before step().",
-            stacklevel=6,
+            stacklevel=8,  # the step() of a user, through two frames of torch.compile
+        )
+
+
+def warn_overflow(optimizer: Optimizer, p: Tensor, warned: set[int]) -> None:
+    """A GradScaler lets the loss scale grow until gradients overflow; their squares do so long before."""
+    if -1 not in warned:
+        warned.add(-1)
+        warnings.warn(
+            f"varreg: {type(optimizer).__name__} takes the plain step (λ = 1) for '{names(optimizer)[p]}', and others like it: the squares of "
+            "its gradients are too large for their precision, though the gradients are not. The loss scale has grown too far: bfloat16 needs "
+            "none; or create the GradScaler with a growth_interval that is longer than the training.",
+            stacklevel=8,  # the step() of a user, through two frames of torch.compile
         )
 
 

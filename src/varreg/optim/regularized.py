@@ -13,14 +13,15 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from varreg.engine import Moments, moments
 from varreg.engine.contribution import stat_dtype
 from varreg.engine.ledger import LEDGERS
 from varreg.memory import scratch
-from varreg.optim.gradient import NotFiniteError, UnmeasuredError, as_seen
-from varreg.optim.names import check_merged, names, warn_lone, warn_missing, warn_typos
+from varreg.optim.gradient import NotFiniteError, OverflowedError, UnmeasuredError, as_seen
+from varreg.optim.names import check_merged, names, warn_lone, warn_missing, warn_overflow, warn_typos
 from varreg.optim.parts import Part, Work, parts, pieces
 from varreg.optim.summary import LambdaSummary, summarize
 from varreg.regularizer import DEFAULTS, calibrated, check, lambdas, plain, ratio, regularizer
@@ -140,6 +141,7 @@ class Regularized(Optimizer):
 
     # The step ----------------------------------------------------------------------------------------------------------------------
 
+    @_disable_dynamo  # a step is eager, also inside of a compiled training step
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform a single optimization step: the base's, with each parameter's change scaled by λ.
@@ -184,10 +186,12 @@ class Regularized(Optimizer):
                     if m is None or m.groups < 2:
                         raise UnmeasuredError
                     self._check_shapes(p, m, group)
-                    seen = as_seen(m, p.grad, LEDGERS[p].is_measured(p))
+                    seen = as_seen(m, p.grad, LEDGERS[p].is_measured(p), LEDGERS[p].precision)
                     works.append(Work(p, group, self.state[p], m, *seen, p.detach().clone()))
                 except UnmeasuredError:
                     missing.append(p)
+                except OverflowedError:
+                    warn_overflow(self, p, self._warned)
                 except NotFiniteError:
                     pass  # the base's step, as torch would have it
         if missing:

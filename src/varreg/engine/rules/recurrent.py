@@ -7,6 +7,7 @@ They are measured beside autograd's own gradient, so that outputs and gradients 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -89,6 +90,12 @@ class _Taps:
         return out
 
 
+def _alike(tensors: list[Any]) -> list[Any]:
+    """In one precision, the finest of them: autocast runs a layer whose input is in half precision, and its weights are not."""
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors if t is not None))
+    return [None if t is None else t.to(dtype) for t in tensors]
+
+
 def _layers(
     cell: Cell, call: Call, grads: list[Tensor | None], x: Tensor, hx: list[Tensor], params: list[Tensor], has_biases: bool, layers: int,
     bidirectional: bool, batch_first: bool,
@@ -96,6 +103,8 @@ def _layers(
     taps = _Taps()
     per = len(params) // (layers * (2 if bidirectional else 1))
     projected = per - (4 if has_biases else 2)
+    x, *tensors = _alike([x, *hx, *params])
+    hx, params = tensors[: len(hx)], tensors[len(hx) :]
     with torch.enable_grad():
         x = (x.transpose(0, 1) if batch_first else x).detach()
         finals: list[State] = []
@@ -146,9 +155,11 @@ def _register(layer: Any, step: Any, cell: Cell, name: str) -> None:
         b_hh: Any = None,
     ) -> Contributions:
         taps = _Taps()
+        states = list(hx) if isinstance(hx, list | tuple) else [hx]
+        x, w_ih, w_hh, b_ih, b_hh, *states = _alike([input, w_ih, w_hh, b_ih, b_hh, *states])
         with torch.enable_grad():
-            state = tuple(h.detach() for h in (hx if isinstance(hx, list | tuple) else [hx]))
-            gi = taps.linear(input.detach(), w_ih, b_ih, ("w_ih", "b_ih"))
+            state = tuple(h.detach() for h in states)
+            gi = taps.linear(x.detach(), w_ih, b_ih, ("w_ih", "b_ih"))
             gh = taps.linear(state[0], w_hh, b_hh, ("w_hh", "b_hh"))
             return taps.contributions(call, list(cell(gi, gh, state)), grads)
 
