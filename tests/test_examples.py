@@ -35,3 +35,19 @@ def test_lightning():
     output = run("lightning_digits.py", "--epochs", "3")
     accuracy = float(re.search(r"accuracy\s+│\s+([\d.]+)", output)[1])
     assert accuracy > 0.3
+
+
+def test_accelerate():
+    output = run("accelerate_digits.py", "--epochs", "3")
+    losses, accuracies, lambdas = zip(*re.findall(r"loss ([\d.]+), accuracy ([\d.]+)%, mean λ ([\d.]+)", output), strict=True)
+    assert float(losses[2]) < float(losses[0])
+    assert float(accuracies[2]) > 50
+    assert all(float(lam) > 1.1 for lam in lambdas)
+
+
+def test_trainer(tmp_path):
+    output = run("trainer_gpt2.py", "--steps", "20", "--folder", str(tmp_path))
+    logs = re.findall(r"'loss': '([\d.]+)'.*'lambda': '([\d.]+)'", output)
+    (first, _), (last, lam) = ((float(loss), float(lam)) for loss, lam in logs)
+    assert last < 0.9 * first
+    assert lam > 1.1

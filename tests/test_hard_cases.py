@@ -577,6 +577,17 @@ def test_checkpointing_still_saves_memory():
     assert kept() - before <= out.numel() + 6 * 4
 
 
+def test_an_activation_that_is_told_to_require_a_gradient():
+    """As transformers does for checkpoints of models whose first layers are frozen. It says nothing, and changes nothing."""
+    model = Fn(lambda s, x: s.b(s.a(x).requires_grad_(True).tanh()), a=nn.Linear(4, 5), b=nn.Linear(5, 3)).double()
+    x, w = batch()
+    g = truth(model, x, w)
+    varreg.observe(model)
+    backward(model, x, w)
+    for name, p in model.named_parameters():
+        assert_close(varreg.moments(p).second_moment, g[name].square().mean(0), scale_of(g) ** 2, name)
+
+
 # ---- what cannot be attributed to samples is an error with a place --------------------------------------------------------------
 
 

@@ -64,3 +64,45 @@ def test_gpt2_trains_with_its_own_loss():
     ids = torch.randint(0, 13, (BATCH, 6))
     model(input_ids=ids, labels=ids).loss.backward()
     assert all(varreg.moments(p) is not None for p in model.parameters())
+
+
+def t5(**options):
+    config = transformers.T5Config(
+        vocab_size=13, d_model=8, d_kv=4, d_ff=12, num_layers=2, num_heads=2, decoder_start_token_id=0, **options
+    )
+    return transformers.T5ForConditionalGeneration(config).double()
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_t5_is_exact(attention):
+    """Its position biases are parameters, and are added to what attention makes of the batch."""
+    model = t5(attn_implementation=attention, dropout_rate=0.0)
+    ids, labels = torch.randint(0, 13, (BATCH, 6)), torch.randint(0, 13, (BATCH, 4))
+    rows = []
+    for i in range(BATCH):
+        model.zero_grad()
+        model(input_ids=ids[i : i + 1], labels=labels[i : i + 1]).loss.backward()
+        rows.append({n: p.grad for n, p in model.named_parameters()})
+    g = {n: torch.stack([r[n] for r in rows]) for n in rows[0]}
+    model.zero_grad()
+    varreg.observe(model)
+    model(input_ids=ids, labels=labels).loss.backward()
+    scale = scale_of(g)
+    for name, p in model.named_parameters():
+        m = varreg.moments(p)
+        assert_close(m.mean, g[name].mean(0), scale, f"{name}: mean", rtol=1e-6)
+        assert_close(m.second_moment, g[name].square().mean(0), scale**2, f"{name}: second moment", rtol=1e-6)
+
+
+def test_t5_with_dropout_in_fused_attention_is_refused():
+    ids = torch.randint(0, 13, (BATCH, 6))
+    for attention in ("eager", "sdpa"):
+        model = t5(attn_implementation=attention)
+        varreg.observe(model)
+        loss = model(input_ids=ids, labels=ids).loss
+        if attention == "eager":
+            loss.backward()
+            assert all(varreg.moments(p) is not None for p in model.parameters())
+        else:
+            with pytest.raises(RuntimeError, match="it mixes samples or is random"):
+                loss.backward()

@@ -333,7 +333,7 @@ def _others(op: Operation, part: dict[int, Tensor], there: Layout) -> Tensor | N
     given, options = swap(op.args, op.kwargs, copies)
     with torch.no_grad(), torch.random.fork_rng(devices):
         out = op.function(*given, **options)
-    out = out if isinstance(out, Tensor) else out[op.output]
+    out = (out if isinstance(out, Tensor) else out[op.output]).detach()  # `requires_grad_` asks for one even here
     return samples(out, there)[1:] if out.dim() > there.dim and out.shape[there.dim] == there.size else None
 
 
