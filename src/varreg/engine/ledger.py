@@ -164,7 +164,7 @@ class Ledger:
         self.groups += contribution.partition.groups
         return total
 
-    def settle(self) -> None:
+    def settle(self, p: Tensor) -> None:
         """All uses have arrived: square what had to wait."""
         if self.pending:
             self.shared |= len(self.pending) > 1
@@ -174,7 +174,7 @@ class Ledger:
 
     def close(self, p: Tensor) -> None:
         """The window ends: note the state of `p.grad`."""
-        self.settle()
+        self.settle(p)
         self.expected = max(0, self.expected - self.arrived)
         self.arrived = 0
         self.in_window = False
@@ -196,7 +196,7 @@ class Ledger:
 
         Where the parameter had no use in the window under way, `partition` is that of its batch, whose samples count all the same.
         """
-        self.settle()
+        self.settle(p)
         if partition is not None:
             if p.grad is None or self.cleared(p, look=True):
                 self._restart()
