@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from filelock import FileLock
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -25,6 +26,15 @@ def launch(function, world: int, *args):
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_rank, (world, function, folder, args), world)
         return [torch.load(Path(folder) / f"{r}.pt", weights_only=False) for r in range(world)]
+
+
+def once(factory, name: str, make):
+    """What `make` gives, made by the first of pytest's workers that asks, and read by the others."""
+    path = factory.getbasetemp().parent / f"{name}.pt"
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            torch.save(make(), path)
+        return torch.load(path, weights_only=False)
 
 
 def _rank(rank: int, world: int, function, folder: str, args) -> None:

@@ -15,13 +15,13 @@ CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 
 
 @pytest.fixture(scope="module")
-def alone():
-    return ranks.together(0, 1)
+def alone(tmp_path_factory):
+    return ranks.once(tmp_path_factory, "alone", lambda: ranks.together(0, 1))
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def several(request):
-    return launch(ranks.together, request.param)
+def several(request, tmp_path_factory):
+    return ranks.once(tmp_path_factory, f"ranks-{request.param}", lambda: launch(ranks.together, request.param))
 
 
 def same(a, b) -> None:

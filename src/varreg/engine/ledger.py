@@ -7,7 +7,7 @@ windows, sums and counts add up (micro-batches), until the gradient is cleared, 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakSet
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from varreg import native
 from varreg.engine.contribution import Contribution, Partition, combine
+from varreg.engine.shards import any_nonzero, is_sharded, like, local
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,7 +67,7 @@ class Moments:
             return out.fill_(torch.nan)
         factor = (self.count - 1) / (self.groups - 1) / self._scale**2
         rounding = torch.finfo(out.dtype).eps * (4 + 2 * math.sqrt(self.count))  # of the two sums, relative to the larger
-        if native.variance(self.total, self.square, self.count, factor, rounding, out):
+        if not is_sharded(out) and native.variance(self.total, self.square, self.count, factor, rounding, out):
             return out
         size = self.square * self.count
         torch.addcmul(size, self.total, self.total, value=-1, out=out)
@@ -80,8 +81,8 @@ class Moments:
     def __repr__(self) -> str:
         kind = "exact" if self.groups == self.count else f"{self.groups} groups"
         shape = "×".join(map(str, self.total.shape)) or "scalar"
-        if not self.total.numel():
-            return f"Moments(count={self.count}, {kind}, shape {shape})"
+        if not self.total.numel() or is_sharded(self.total):
+            return f"Moments(count={self.count}, {kind}, shape {shape}{', sharded' if is_sharded(self.total) else ''})"
         rho = self.rho
         middle = float(rho[~rho.isnan()].median()) if (~rho.isnan()).any() else math.nan
         size, spread = float(self.mean.norm()), float(self.variance.mean())
@@ -113,6 +114,7 @@ class Ledger:
         self.pending: list[Contribution] = []
         self.arrived = 0  # uses in this window
         self.in_window = False
+        self.sharded = False  # has each rank a part of the parameter? Then `merged` and `total` are of this one's part
         self._restart()
 
     def _restart(self) -> None:
@@ -122,8 +124,9 @@ class Ledger:
         self.square: Tensor | None = None
         self.precision = 0.0  # the rounding error of p.grad where it is autograd's own, beside what is measured; else 0
         self.whole = False  # did the sums start together with p.grad?
+        self.awaits_gradient = False  # will the total be p.grad, as it is at the end of the window?
         self.merged: Merged | None = None  # with it, count, groups and square are this rank's own since then; total is of all
-        self._seen: tuple[int, int] | None = None  # address and version of p.grad when the last window closed
+        self._seen: tuple[int, int, int] | None = None  # address and version of p.grad when the last window closed
         self._grad: TensorWeakRef | None = None  # p.grad itself
 
     def cleared(self, p: Tensor, look: bool) -> bool:
@@ -133,17 +136,22 @@ class Ledger:
         """
         if p.grad is None:
             return self._seen is not None or self.merged is not None
-        if self.total is None or (not look and self._seen == (p.grad.data_ptr(), p.grad._version)):
+        if self.total is None or ((not look or is_sharded(p)) and self._seen == _trace(p.grad)):
             return False
-        return not bool(p.grad.any()) and bool(self.total.any())
+        return not any_nonzero(p.grad) and any_nonzero(like(self.total, p))
 
     def open(self, p: Tensor) -> None:
         """A window begins for this parameter."""
         if not self.in_window:
-            if p.grad is None or self.cleared(p, look=True):
-                self._restart()
-                self.whole = True
+            self._begin(p)
             self.in_window = True
+
+    def _begin(self, p: Tensor) -> None:
+        """Start anew if gradients were cleared. What is to be synchronised yet waits elsewhere than in the gradient of a sharded parameter."""
+        self.sharded = is_sharded(p) and p.device_mesh.size() > 1  # type: ignore[attr-defined]
+        if not (self.sharded and self.count) and (p.grad is None or self.cleared(p, look=True)):
+            self._restart()
+            self.whole = True
 
     def add(self, contribution: Contribution, dtype: torch.dtype) -> Tensor | None:
         """Take a use's contributions; returns their sum, which is the gradient to hand on."""
@@ -158,7 +166,8 @@ class Ledger:
     def _enter(self, contribution: Contribution) -> Tensor | None:
         total, square = contribution.sums()
         if total is not None and square is not None:
-            self.total = total if self.total is None else self.total + total
+            if not (self.sharded and self.merged):  # else it will be what p.grad is
+                self.total = total if self.total is None else self.total + total
             self.square = square if self.square is None else self.square.add_(square)
         self.count += contribution.partition.batch
         self.groups += contribution.partition.groups
@@ -178,7 +187,7 @@ class Ledger:
         self.expected = max(0, self.expected - self.arrived)
         self.arrived = 0
         self.in_window = False
-        self._seen = None if p.grad is None else (p.grad.data_ptr(), p.grad._version)
+        self._seen = None if p.grad is None else _trace(p.grad)
         self._grad = None if p.grad is None else TensorWeakRef(p.grad)
 
     def is_measured(self, p: Tensor) -> bool:
@@ -187,7 +196,8 @@ class Ledger:
 
     def pass_by(self, p: Tensor, partition: Partition) -> None:
         """A window closed in which the parameter had no use: its samples count, and contribute nothing."""
-        if self.count and p.grad is not None:
+        waits = self.count and (p.grad is not None or self.sharded)
+        if waits or (self.merged is not None and p.grad is not None):
             self.count += partition.batch
             self.groups += partition.groups
 
@@ -198,11 +208,15 @@ class Ledger:
         """
         self.settle(p)
         if partition is not None:
-            if p.grad is None or self.cleared(p, look=True):
-                self._restart()
-                self.whole = True
+            self._begin(p)
             self.count, self.groups = self.count + partition.batch, self.groups + partition.groups
         return self.count, self.groups, self.square, not self.whole
+
+    def take_gradient(self, p: Tensor) -> None:
+        """Where the gradient is sharded, it is there when the window ends, and not when the sums are merged."""
+        if self.awaits_gradient and p.grad is not None:
+            self.total = local(p.grad).to(self.merged.square.dtype, copy=True) if self.merged is not None else None
+            self.awaits_gradient = False
 
     def merge(self, count: int, groups: int, square: Tensor, total: Tensor | None) -> None:
         """The sums of all ranks since the last synchronisation, and the gradient that they now share."""
@@ -212,6 +226,9 @@ class Ledger:
         self.count, self.groups, self.square = 0, 0, None
 
     def read(self, p: Tensor) -> Moments | None:
+        """The moments; where `p` is sharded, of this rank's part."""
+        if self.sharded and (self.merged is None or self.count):
+            return None  # not synchronised: the sums are of whole tensors, and of this rank's samples
         count, groups, square = self.count, self.groups, self.square
         if self.merged is not None:
             count, groups = self.merged.count + count, self.merged.groups + groups
@@ -219,6 +236,12 @@ class Ledger:
         if count == 0 or self.total is None or square is None or self.cleared(p, look=False):
             return None
         return Moments(count, groups, self.total, square, self.reduction)
+
+
+def _trace(grad: Tensor) -> tuple[int, int, int]:
+    """What changes when a gradient is another one, or is written to: as a whole, or, where it is sharded, in this rank's part."""
+    part = local(grad)
+    return part.data_ptr(), grad._version, part._version
 
 
 LEDGERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -241,5 +264,8 @@ def moments(p: Tensor) -> Moments | None:
     """
     if not isinstance(p, Tensor):
         raise ValueError(f"varreg: moments expects a parameter (a tensor), got {type(p).__name__}.")
-    ledger = LEDGERS.get(p)
-    return None if ledger is None else ledger.read(p)
+    ledger: Ledger | None = LEDGERS.get(p)
+    found = None if ledger is None else ledger.read(p)
+    if found is not None and is_sharded(p):
+        return replace(found, total=like(found.total, p), square=like(found.square, p))
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from varreg.engine.checks import BATCH_NORM, batch_norm_message, check_model, check_options, check_whole, place, refuse_gradient
 from varreg.engine.contribution import Partition
 from varreg.engine.layout import Layout
-from varreg.engine.ledger import LEDGERS, Ledger
+from varreg.engine.ledger import LEDGERS, Ledger, moments
 from varreg.engine.marks import DERIVED, forget, mark, mark_of, new_epoch
 from varreg.engine.modules import MODULE_RULES, detach_own, restore_own, use_rule
 from varreg.engine.summary import Summary, summarize
@@ -74,6 +74,10 @@ class Observer:
         self._recalled: dict[nn.Module, list[list[Any]]] = {}  # the marks of inputs that a checkpoint will want again
         self._passed: set[int] = set()  # parameters without a use in the running backward that are counted already
         self.rank, self.world = 0, 1  # among those that share the batch
+        self._pairs: Callable[[nn.Module], list[tuple[Tensor, Tensor]]] = lambda model: []
+        self._whole: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # gathered parameters by id, each with the sharded one that it stands for
         self._learn()
         self._handles = [h for m in model.modules() if any(True for _ in m.parameters()) for h in self._hook(m)]
 
@@ -98,7 +102,7 @@ class Observer:
     def summary(self) -> Summary:
         """Gradient norm, signal-to-noise ratio and noise scale, per layer and for the whole model, as of the last backward."""
         known = self._known.values() if self._handles else ()
-        return summarize([(ledger.name, ledger.read(p)) for p, ledger in known if p.requires_grad])
+        return summarize([(ledger.name, moments(p)) for p, ledger in known if p.requires_grad])
 
     def coverage(self) -> list[tuple[str, tuple[int, ...], str, str]]:
         """For every parameter: name, shape, the rule that serves it, and whether its moments are exact."""
@@ -128,14 +132,25 @@ class Observer:
 
     def ledger(self, t: Tensor) -> Ledger | None:
         """The ledger of an observed parameter; None for any other tensor. Learns of parameters that came after `observe`."""
-        found = self._known.get(id(t))
-        if found is not None and found[0] is t:
+        p = self._shard_of(t)
+        found = self._known.get(id(p))
+        if found is not None and found[0] is p:
             return found[1] if t.requires_grad else None
         if t.requires_grad and t.grad_fn is None and isinstance(t, nn.Parameter):
             self._learn()
-            found = self._known.get(id(t))
+            found = self._known.get(id(self._shard_of(t)))
             return found[1] if found else None
         return None
+
+    def _shard_of(self, t: Tensor) -> Tensor:
+        """The parameter that the optimizer has; in a forward it may be there as a whole that was gathered from its shards."""
+        found = self._whole.get(id(t))
+        return found[1] if found is not None and found[0] is t else t
+
+    def follow_shards(self, pairs: Callable[[nn.Module], list[tuple[Tensor, Tensor]]]) -> None:
+        """From now on, parameters are there as gathered wholes in a forward: `pairs` has each whole and the sharded one that it stands for."""
+        self._pairs = pairs
+        self._learn()
 
     def contract(self, t: Tensor, batch: int) -> Layout | None:
         """Where the batch is in a tensor of which nothing else is known."""
@@ -186,7 +201,8 @@ class Observer:
                 f"use for {self._partition.batch}: samples cannot be matched. Call backward() once for each batch; and if a layer's "
                 "input folds other dimensions into the batch, let the fold happen inside of the model's own forward()."
             )
-        for p, ledger in leaves:
+        for t, ledger in leaves:
+            p = self._shard_of(t)
             if id(p) not in self._window:
                 ledger.open(p)
                 self._window[id(p)] = (p, ledger)
@@ -219,6 +235,7 @@ class Observer:
         self._window, self._partition, self._queued, self._recalled = {}, None, False, {}
         self._windows += 1
         for p, ledger in window.values():
+            ledger.take_gradient(p)
             ledger.close(p)
         if partition is not None:
             for key, (p, ledger) in self._known.items():
@@ -235,7 +252,9 @@ class Observer:
         """Take stock of the model's parameters, some of which may be new."""
         self._names = {m: name for name, m in self.model.named_modules()}
         known: dict[int, tuple[Tensor, Ledger]] = {}
-        for name, p in self.model.named_parameters():
+        self._whole = {id(whole): (whole, p) for whole, p in self._pairs(self.model)}
+        for name, t in self.model.named_parameters():
+            p = self._shard_of(t)
             old = self._known.get(id(p))
             ledger = old[1] if old and old[0] is p else Ledger(name, self.reduction)
             known[id(p)] = (p, ledger)

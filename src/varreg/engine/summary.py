@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from varreg.engine.ledger import Moments
+from varreg.engine.shards import number
 from varreg.tables import table
 
 
@@ -89,8 +90,8 @@ class Summary:
 
 def _row(name: str, parts: list[Moments]) -> Row:
     count = min(m.count for m in parts)
-    square = sum(float(m.mean.square().sum()) for m in parts)
-    trace = sum(float(m.variance.sum()) * m.count / (m.count - 1) if m.count > 1 else math.nan for m in parts)
+    square = sum(number(m.mean.square().sum()) for m in parts)
+    trace = sum(number(m.variance.sum()) * m.count / (m.count - 1) if m.count > 1 else math.nan for m in parts)
     return Row(name, sum(m.total.numel() for m in parts), count, math.sqrt(square), trace)
 
 

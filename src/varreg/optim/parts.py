@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from varreg.engine import Moments
+from varreg.engine.shards import local
 
 LARGE = 1 << 19  # elements: larger parameters are split
 SMALL = 1 << 16  # elements: smaller ones are worked on together
@@ -18,9 +19,12 @@ _FIELDS = ("total", "square", "grad", "x", "kappa2")  # names of what is not in 
 
 @dataclass
 class Work:
-    """A parameter whose step is regularized."""
+    """A parameter whose step is regularized; where it is sharded, this rank's part of it."""
 
+    owner: Tensor
+    """The parameter that the optimizer has."""
     p: Tensor
+    """What of it is worked on here."""
     group: dict[str, Any]
     state: dict[str, Any]
     moments: Moments
@@ -38,7 +42,7 @@ class Work:
     def __getitem__(self, name: str) -> Tensor:
         """`x`; `grad`; `total` and `square` of the moments; `kappa2`; or what is in the state."""
         of = self.moments if name in ("total", "square") else self
-        found: Tensor = getattr(of, name) if name in _FIELDS else self.state[name]
+        found: Tensor = getattr(of, name) if name in _FIELDS else local(self.state[name])
         return found
 
     def common(self) -> tuple[Any, ...]:
@@ -110,7 +114,8 @@ def parts(works: Iterable[Work]) -> Iterator[Part]:
 
 def pieces(w: Work) -> Iterator[Part]:
     """One parameter, whole; or in pieces if it is large, and all that belongs to it lies in one order."""
-    tensors = [w.x, w.grad, w["total"], w["square"], *(t for t in (*w.state.values(), w.kappa2) if isinstance(t, Tensor))]
+    own = (*map(local, (t for t in w.state.values() if isinstance(t, Tensor))), w.kappa2)
+    tensors = [w.x, w.grad, w["total"], w["square"], *(t for t in own if isinstance(t, Tensor))]
     n = w.p.numel()
     if n <= LARGE or not all(t.is_contiguous() for t in tensors):
         yield Part([w])

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from varreg.engine import Moments, moments
+from varreg.engine import Moments
 from varreg.engine.contribution import stat_dtype
 from varreg.engine.ledger import LEDGERS
+from varreg.engine.shards import is_sharded, like, local, total
 from varreg.memory import scratch
 from varreg.optim.gradient import NotFiniteError, OverflowedError, UnmeasuredError, as_seen
 from varreg.optim.names import check_merged, names, warn_lone, warn_missing, warn_overflow, warn_typos
@@ -132,12 +133,17 @@ class Regularized(Optimizer):
 
         None where the step was the base's own: no gradient, no moments, a batch of one, or s = 0.
         """
-        return self._lambdas.get(p)
+        lam = self._lambdas.get(p)
+        return None if lam is None else like(lam, p)
 
     def lambda_summary(self) -> LambdaSummary:
-        """λ of the last step, summarized per parameter and for the whole model: print it, or log its `as_dict()`."""
+        """λ of the last step, summarized per parameter and for the whole model: print it, or log its `as_dict()`.
+
+        Where parameters are sharded, it is of this rank's shards: it may be asked for on one rank alone.
+        """
         name = names(self)
-        return summarize([(name[p], lam, p.grad, p.numel()) for p, lam in self._lambdas.items()])
+        own = ((p, lam, None if p.grad is None else local(p.grad)) for p, lam in self._lambdas.items())
+        return summarize([(name[p], lam, grad, local(p).numel()) for p, lam, grad in own])
 
     # The step ----------------------------------------------------------------------------------------------------------------------
 
@@ -178,7 +184,7 @@ class Regularized(Optimizer):
             for p in group["params"] if group["s"] else ():
                 if p.grad is None or p.numel() == 0:
                     continue
-                m = moments(p)
+                m = LEDGERS[p].read(p) if p in LEDGERS else None
                 if m is not None and m.count < 2:
                     lone = True
                     continue
@@ -186,8 +192,8 @@ class Regularized(Optimizer):
                     if m is None or m.groups < 2:
                         raise UnmeasuredError
                     self._check_shapes(p, m, group)
-                    seen = as_seen(m, p.grad, LEDGERS[p].is_measured(p), LEDGERS[p].precision)
-                    works.append(Work(p, group, self.state[p], m, *seen, p.detach().clone()))
+                    seen = as_seen(m, local(p.grad), LEDGERS[p].is_measured(p), LEDGERS[p].precision)
+                    works.append(Work(p, local(p), group, self.state[p], m, *seen, local(p.detach()).clone()))
                 except UnmeasuredError:
                     missing.append(p)
                 except OverflowedError:
@@ -198,12 +204,24 @@ class Regularized(Optimizer):
             warn_missing(self, missing, self._warned)
         if lone and not works:
             warn_lone(self, self._warned)
+        works = self._agreed(works)
         if works:
-            check_merged(w.p for w in works)
+            check_merged(w.owner for w in works)
             self._check_model()
             for group in self.param_groups:
                 self._fix(group)
         return works
+
+    def _agreed(self, works: list[Work]) -> list[Work]:
+        """Where ranks have parts of a parameter, and λ is one for all of it: what one of them leaves out, all do."""
+        shared = [p for g in self.param_groups for p in g["params"] if g["s"] and g["per"] != "element" and is_sharded(p)]
+        if not shared:
+            return works
+        have = {id(w.owner) for w in works}
+        votes = total(torch.tensor([float(id(p) in have) for p in shared], device=shared[0].device), shared[0])
+        whole: Any = shared[0]
+        left_out = {id(p) for p, n in zip(shared, votes.tolist(), strict=True) if n < whole.device_mesh.size()}
+        return [w for w in works if id(w.owner) not in left_out]
 
     def _check_model(self) -> None:
         groups = [
@@ -226,10 +244,14 @@ class Regularized(Optimizer):
 
     def _check_shapes(self, p: Tensor, m: Moments, group: dict[str, Any]) -> None:
         """Before anything is changed."""
-        if m.total.shape != p.shape:
+        if m.total.shape != local(p).shape:
             raise ValueError(
-                f"varreg: parameter '{names(self)[p]}' has shape {tuple(p.shape)}, but moments of shape "
+                f"varreg: parameter '{names(self)[p]}' has shape {tuple(local(p).shape)}, but moments of shape "
                 f"{tuple(m.total.shape)}: was it replaced after backward()? Clear its gradient, and call backward() again."
+            )
+        if group["calibrate"] and is_sharded(p):
+            raise ValueError(
+                f"varreg: calibrate=True needs the mean of λ over a parameter, of which each rank has a shard ('{names(self)[p]}'). Leave it False."
             )
         history = self.state[p].get("vr_history") if p in self.state else None
         expected = p.shape if group["per"] == "element" else torch.Size()
@@ -243,12 +265,13 @@ class Regularized(Optimizer):
         self._lambdas = {}
         for w in works:
             w.first = float(w.state[_STEPS].add_(1)) == 1
-        for part in parts(w for w in works if w.group["per"] == "element"):
+        for part in parts(w for w in works if w.group["per"] == "element" and w.p.numel()):
             part.put_back(self._lambdas_of(part, *self._increment_of(part)))
+        spreads = self._spreads([w for w in works if w.group["per"] != "element"])
         for w in works:
             if w.group["per"] == "tensor":
-                w.lam = self._lambdas_of(w, *self._spread(w))
-        self._regularize_model([w for w in works if w.group["per"] == "model"])
+                w.lam = self._lambdas_of(w, *spreads[id(w)])
+        self._regularize_model([w for w in works if w.group["per"] == "model"], spreads)
         for w in works:
             if w.group["calibrate"]:
                 recent, total, steps = (w.state[key] for key in _CALIBRATION)
@@ -257,12 +280,12 @@ class Regularized(Optimizer):
         for w in works:
             self._apply(w)
 
-    def _regularize_model(self, works: list[Work]) -> None:
+    def _regularize_model(self, works: list[Work], spreads: dict[int, tuple[Tensor, Tensor]]) -> None:
         """One ρ and one history for all. Each state has a copy of the history, since a state dict knows nothing but parameters."""
         if not works:
             return
         lead = works[0]
-        deltas, variances = zip(*(self._spread(w) for w in works), strict=True)
+        deltas, variances = zip(*(spreads[id(w)] for w in works), strict=True)
         delta = torch.stack([d.square().to(deltas[0]) for d in deltas]).sum().sqrt()
         variance = torch.stack([v.to(variances[0]) for v in variances]).sum()
         rho, rho_bar = ratio(variance, delta, lead["vr_history"], lead["vr_count"], lead.moments.count, lead.group)
@@ -274,15 +297,25 @@ class Regularized(Optimizer):
         for w in works:
             w.lam = regularizer(rho, rho_bar, w.group).to(w.state["vr_history"])
 
-    def _spread(self, w: Work) -> tuple[Tensor, Tensor]:
-        """√Σδ̄² and Σσ² over all elements of which the variance is known."""
+    def _spreads(self, works: list[Work]) -> dict[int, tuple[Tensor, Tensor]]:
+        """√Σδ̄² and Σσ² of each, over all elements of which the variance is known; sums over shards are one reduction for all."""
+        sums = [self._spread(w) for w in works]
+        sharded = [i for i, w in enumerate(works) if is_sharded(w.owner)]
+        if sharded:
+            whole = total(torch.stack([sums[i].double() for i in sharded]), works[sharded[0]].owner)
+            for i, row in zip(sharded, whole, strict=True):
+                sums[i] = row.to(sums[i].dtype)
+        return {id(w): (s[0].sqrt(), s[1]) for w, s in zip(works, sums, strict=True)}
+
+    def _spread(self, w: Work) -> Tensor:
+        """Σδ̄² and Σσ² over the elements of a parameter that are here."""
         sums = w.moments.total.new_zeros(2)
-        for part in pieces(w):
+        for part in pieces(w) if w.p.numel() else ():
             delta, variance = self._increment_of(part)
             present = part["square"] / part["square"]  # 1, or nan where no sample had a gradient
             known = variance * present
             sums += torch.stack([(delta.square() + 0 * known).nansum(), known.nansum()])
-        return sums[0].sqrt(), sums[1]
+        return sums
 
     def _increment_of(self, part: Part) -> tuple[Tensor, Tensor]:
         """δ̄ and its variance; the sums that the variance needs are brought up to date."""
@@ -323,6 +356,8 @@ class Regularized(Optimizer):
 
     def _apply(self, w: Work) -> None:
         """x + λ·(x' − x). Decoupled weight decay is not part of an increment: it moves x before."""
+        if not w.p.numel():
+            return
         p, group, lam = w.p, w.group, w.lam
         if group.get("decoupled_weight_decay") and not self._scales_decay:
             w.x.mul_(1 - float(group["lr"]) * float(group["weight_decay"]))
@@ -330,7 +365,7 @@ class Regularized(Optimizer):
             torch.lerp(w.x, p, lam, out=p)
         else:
             p.copy_(torch.lerp(w.x.to(lam.dtype), p.to(lam.dtype), lam))
-        self._lambdas[p] = lam
+        self._lambdas[w.owner] = lam
 
     # For subclasses ----------------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,93 @@
+"""Parameters sharded by `fully_shard` (FSDP2): moments follow the gradient's sharding, and all ends where one process does. With gloo, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import varreg
+
+from . import ranks, shards
+from .ranks import B, data, launch, model
+from .test_distributed import CLOSE, same
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return ranks.once(tmp_path_factory, "alone", lambda: ranks.together(0, 1))
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def several(request, tmp_path_factory):
+    return ranks.once(tmp_path_factory, f"shards-{request.param}", lambda: launch(shards.together, request.param))
+
+
+@pytest.mark.parametrize("kind", ["exact", "groups"])
+def test_every_optimizer_ends_where_one_process_does(alone, several, kind):
+    for rank in several:
+        assert rank[kind].keys() <= alone[kind].keys()
+        assert len(rank[kind]) == 9  # seven optimizers, and λ per tensor and per model
+        for case, parameters in rank[kind].items():
+            torch.testing.assert_close(parameters, alone[kind][case], **CLOSE, msg=lambda m, case=case: f"{case}: {m}")
+
+
+@pytest.mark.parametrize("order", ["plain", "before"])
+def test_observed_before_or_after(alone, several, order):
+    for rank in several:
+        same(rank[order], alone["ways"]["plain"])
+
+
+def test_moments_are_those_of_the_global_batch(alone, several):
+    for rank in several:
+        same(rank["moments"], alone["moments"])
+
+
+def test_accumulation(alone, several):
+    for rank in several:
+        same(rank["accumulated"], alone["accumulated"])
+
+
+def test_what_is_said(several):
+    net = model()
+    observer = varreg.observe(net)
+    optimizer = varreg.VRSGD(net.parameters(), lr=0.1)
+    x, y = data(0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        cross_entropy(net(x), y).backward()
+        optimizer.step()
+    row = observer.summary().model
+    for rank in several:
+        said = rank["said"]
+        same(said["λ"], optimizer.lambda_of(net.first.weight))
+        assert said["sharded"]
+        assert "sharded" in said["repr"]
+        assert said["summary"] == pytest.approx((row.grad_norm, row.trace, B))
+        assert said["own"] == said["local"]
+        assert "calibrate=True needs the mean of λ" in said["calibrate"]
+        assert "a mesh of one dimension" in said["mesh"]
+
+
+def test_half_precision(several):
+    """Against the whole batch in bfloat16 on one process, where the same numbers are rounded elsewhere: to a few times its precision, 2^−8."""
+    net = model().to(torch.bfloat16)
+    varreg.observe(net)
+    x, y = data(0)
+    cross_entropy(net(x.to(torch.bfloat16)), y).backward()
+    for rank in several:
+        found, dtypes = rank["half"]
+        assert set(dtypes.values()) == {torch.float32}
+        for p, f in zip(net.parameters(), found):
+            m = varreg.moments(p)
+            if m is not None:
+                assert f[2].dtype == f[3].dtype == torch.float32
+                assert (f[3] - m.square).norm() < 0.03 * m.square.norm()
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_with_four(tmp_path, world):
+    launch(shards.checkpoint, 2, str(tmp_path), "save")
+    undisturbed = launch(shards.checkpoint, 2, str(tmp_path), "run")
+    for rank in launch(shards.checkpoint, world, str(tmp_path), "load"):
+        same(rank, undisturbed[0])
