@@ -27,7 +27,7 @@ def several(request, tmp_path_factory):
 def test_every_optimizer_ends_where_one_process_does(alone, several, kind):
     for rank in several:
         assert rank[kind].keys() <= alone[kind].keys()
-        assert len(rank[kind]) == 9  # seven optimizers, and λ per tensor and per model
+        assert len(rank[kind]) == (9 if kind == "exact" and len(several) == 2 else 4)  # λ per tensor and per model among them
         for case, parameters in rank[kind].items():
             torch.testing.assert_close(parameters, alone[kind][case], **CLOSE, msg=lambda m, case=case: f"{case}: {m}")
 
@@ -87,7 +87,6 @@ def test_half_precision(several):
 
 @pytest.mark.parametrize("world", [1, 4])
 def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_with_four(tmp_path, world):
-    launch(shards.checkpoint, 2, str(tmp_path), "save")
-    undisturbed = launch(shards.checkpoint, 2, str(tmp_path), "run")
-    for rank in launch(shards.checkpoint, world, str(tmp_path), "load"):
+    undisturbed = launch(shards.checkpoint, 2, str(tmp_path))  # saves after half of the steps, and goes on
+    for rank in launch(shards.checkpoint, world, str(tmp_path), True):
         same(rank, undisturbed[0])
