@@ -25,7 +25,7 @@ def arm(function: str, call: int, what: str) -> None:
         nonlocal calls
         calls += 1
         if calls == call:
-            print(f"{what} in {function}", flush=True)
+            print(f"{what} in {function} at {time.time()}", flush=True)
             if what == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(1000)

@@ -19,12 +19,12 @@ TIMEOUT = 10
 OPTIONS = ("--epochs", "3", "--batch", "60", "--timeout", str(TIMEOUT), "--float64")
 STEPS = 1347 // 60
 """In an epoch. Each has two calls of all_reduce, one for gradients and one for moments; so has the backward at the start."""
-LIMIT = 90
-"""Seconds after which a job is taken to hang. Alone on the machine, each takes 15 at most."""
+LIMIT = 180
+"""Seconds for a job, most of them for starting processes. Alone on the machine, it takes 25 at most."""
 
 
 def torchrun(*arguments: object, ranks: int = 2, restarts: int = 0, faults: str = "") -> tuple[int, str, float]:
-    """Its exit code, all that it said, and the seconds that it took."""
+    """Its exit code, all that it said, and how many seconds it took from the last fault to its end."""
     command = [
         sys.executable,
         "-m",
@@ -36,7 +36,6 @@ def torchrun(*arguments: object, ranks: int = 2, restarts: int = 0, faults: str 
         restarts,
     ]
     command += [FAULTY, *arguments] if faults else arguments
-    start = time.monotonic()
     done = subprocess.run(
         list(map(str, command)),
         stdout=subprocess.PIPE,
@@ -46,7 +45,8 @@ def torchrun(*arguments: object, ranks: int = 2, restarts: int = 0, faults: str 
         timeout=LIMIT,
         env={**os.environ, "FAULTS": faults, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
     )
-    return done.returncode, done.stdout, time.monotonic() - start
+    struck = re.findall(r"(?:killed|hung) in \w+ at ([\d.]+)", done.stdout)
+    return done.returncode, done.stdout, time.time() - float(struck[-1]) if struck else 0.0
 
 
 def train(folder: Path, **options) -> str:
@@ -107,7 +107,7 @@ def test_a_killed_rank_ends_the_job(one, tmp_path):
     assert code != 0
     assert "killed in all_reduce" in said
     assert "Signal 9 (SIGKILL)" in said
-    assert seconds < 30 + TIMEOUT  # most of it is for starting
+    assert seconds < TIMEOUT
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch-001.pt", "epoch-002.pt"]
 
     whole = (tmp_path / "epoch-002.pt").read_bytes()  # cut short: as if a disk had lost its end
@@ -124,7 +124,7 @@ def test_a_rank_that_hangs_ends_the_job(tmp_path):
     assert code != 0
     assert "hung in all_reduce" in said
     assert re.search(r"[Tt]imed out", said), said
-    assert TIMEOUT < seconds < 30 + 2 * TIMEOUT
+    assert TIMEOUT - 1 < seconds < 2 * TIMEOUT
 
 
 def test_torchrun_restarts(three, tmp_path):
@@ -136,4 +136,5 @@ def test_torchrun_restarts(three, tmp_path):
     assert re.search("Connection (closed|reset) by peer", said)  # the others say why they ended
     assert "INTERNAL ASSERT" not in said
     assert lines(said) == lines(three[1])  # each epoch came to its end once
-    torch.testing.assert_close(saved(tmp_path), saved(three[0]), rtol=0, atol=0)
+    found, expected = ((checkpoint["model"], checkpoint["optimizer"]["state"]) for checkpoint in map(saved, (tmp_path, three[0])))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
