@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
 import random
@@ -315,3 +316,40 @@ def test_an_experiment_of_a_version_to_come(tmp_path):
     (tmp_path / "experiment.json").write_text('{"kind": "future", "arguments": {}}')
     with pytest.raises(ValueError, match="is not what this version of varreg writes"):
         build(tmp_path)
+
+
+def without_seconds(value):
+    """Of `results.json`: the times that training took, and what is said about them."""
+    if isinstance(value, dict):
+        return {k: without_seconds(v) for k, v in value.items() if "seconds" not in k}
+    if isinstance(value, list):
+        return [without_seconds(v) for v in value]
+    return re.sub(r"[^.;,]*\bseconds\b[^.;,]*", "", value) if isinstance(value, str) else value
+
+
+def test_torchrun_shares_out_the_runs(compared, tmp_path):
+    """The same runs, to the bit, and the same report; said once."""
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    done = subprocess.run(
+        [*torchrun, "-m", "varreg", "compare", "SGD", "VRSGD", "--task", "logistic", *SMALL[:-1], "1", "--out", "out"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    said = "2 processes from torchrun: runs are shared out between them; each run is trained by one process. 1 at a time in each"
+    assert done.stdout.count(said) == 1
+    assert sorted(map(int, re.findall(r"^\[(\d+)/14\] ", done.stdout, re.MULTILINE))) == list(range(1, 15))
+    assert done.stdout.count("Report: out/report.html") == 1
+    spans = sorted(
+        tuple((run / f"{name}.json").stat().st_mtime_ns for name in ("config", "result"))
+        for run in (tmp_path / "out/runs").iterdir()
+    )
+    assert any(end > begin for (_, end), (begin, _) in itertools.pairwise(spans))  # both were at work, at the same time
+    assert outcome(tmp_path / "out") == outcome(compared[0] / "out")
+    here, there = (json.loads((folder / "out" / "results.json").read_text()) for folder in (tmp_path, compared[0]))
+    assert here.pop("command") == there.pop("command").replace("--jobs 2", "--jobs 1")
+    assert without_seconds(here) == without_seconds(there)

@@ -26,7 +26,15 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Jobs = Annotated[int, typer.Option("--jobs", "-j", help="Runs at a time, one thread each; 0: as many as there are cores.", min=0)]
+Jobs = Annotated[
+    int,
+    typer.Option(
+        "--jobs",
+        "-j",
+        help="Runs at a time, one thread each; 0: as many as there are cores. Under torchrun: of each process; 0: it shares the cores.",
+        min=0,
+    ),
+]
 Data = Annotated[
     Path | None, typer.Option("--data-dir", help="Where data sets are; then $VARREG_DATA, the user's cache, and a download.")
 ]
@@ -44,22 +52,31 @@ def span(text: str | None) -> tuple[float, float] | None:
     return low, high
 
 
-def carry_out(made: Any, out: Path, jobs: int, data_dir: Path | None, total: int, command: list[str]) -> None:
-    """Runs, progress, report; Ctrl-C leaves a partial report and what is needed to go on."""
+def carry_out(made: Any, about: str, out: Path, jobs: int, data_dir: Path | None, total: int, command: list[str]) -> None:
+    """Runs, progress, report; Ctrl-C leaves a partial report and what is needed to go on. Of a team, the first one speaks and reports."""
     from varreg.lab import experiment, report
     from varreg.lab.environment import cores
     from varreg.lab.progress import Display
+    from varreg.lab.team import Team
     from varreg.lab.verdict import text
 
-    console = Console()
+    team = Team.of_torchrun()
+    jobs = jobs or max(cores() // team.here, 1)
+    console = Console(quiet=not team.first)
+    console.print(about, highlight=False, markup=False, soft_wrap=True)
+    if team.world > 1:
+        shared = f"{team.world} processes from torchrun: runs are shared out between them; each run is trained by one process."
+        console.print(f"{shared} {jobs} at a time in each of them (--jobs).", highlight=False, soft_wrap=True)
     stopped = False
     try:
         with Display(total, console) as display:
-            experiment.carry_out(made, out, jobs or cores(), data_dir, display, command)
+            experiment.carry_out(made, out, jobs, data_dir, display, command, team)
     except KeyboardInterrupt:
         stopped = True
-    if stopped and not (out / "experiment.json").exists():
+    if stopped and not (team.first and (out / "experiment.json").exists()):
         raise typer.Exit(130)
+    if not team.first:
+        return
     page, found = report.build(out)
     console.print(text(found), highlight=False, markup=False, soft_wrap=not console.is_terminal)
     console.print(f"\nReport: {page}", highlight=False, markup=False, soft_wrap=True)
@@ -94,9 +111,9 @@ def compare(
 
     given = tuple(optimizers or ("SGD", "VRSGD"))
     made = Comparison(task, given, trials, span(lr), tuple(s or (0.5, 2.0)), tuning_seeds, seeds, epochs, batch, ablations)
-    print(f"{task}: {', '.join(given)}; {trials} trials each, {made.size()} runs in all.", flush=True)
+    about = f"{task}: {', '.join(given)}; {trials} trials each, {made.size()} runs in all."
     name = re.sub(r"[^\w.-]+", "_", f"compare {task} {' '.join(given)}")
-    carry_out(made, out or Path("runs") / name[:100], jobs, data_dir, made.size(), command_of(sys.argv))
+    carry_out(made, about, out or Path("runs") / name[:100], jobs, data_dir, made.size(), command_of(sys.argv))
 
 
 @app.command()
@@ -112,8 +129,8 @@ def reproduce(
     from varreg.lab.reproduce import Reproduction
 
     made = Reproduction(name, epochs, seeds)
-    print(f"{name}: 4 arms × {seeds} seeds × {made.epochs} epochs.", flush=True)
-    carry_out(made, out or Path("runs") / f"reproduce_{name}", jobs, data_dir, 4 * seeds, command_of(sys.argv))
+    about = f"{name}: 4 arms × {seeds} seeds × {made.epochs} epochs."
+    carry_out(made, about, out or Path("runs") / f"reproduce_{name}", jobs, data_dir, 4 * seeds, command_of(sys.argv))
 
 
 @app.command()

@@ -107,8 +107,8 @@ def _reduce(reduction: Reduction, bucket: GradBucket) -> Future[Tensor]:
     moments = dist.all_reduce(sums, group=reduction.group, async_op=True).get_future()
 
     def done(both: Future[list[Future[Any]]]) -> Tensor:
+        both.value()  # raises what went wrong, of which the other one may know nothing yet
         averaged: Tensor = gradients.value()
-        moments.value()
         ranks = int(at_work) if reduction.divides_by_those_left else world
         if ranks != world:
             averaged.mul_(world / ranks)

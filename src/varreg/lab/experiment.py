@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ from varreg.lab import store, tasks
 from varreg.lab.environment import environment
 from varreg.lab.pool import Pool
 from varreg.lab.run import Config, Results, Run, read_result
+from varreg.lab.team import Team
 
 
 class Experiment(Protocol):
@@ -94,20 +96,39 @@ def results_of(experiment: Experiment, folder: Path) -> Results:
 
 
 def carry_out(
-    experiment: Experiment, folder: Path, jobs: int, data_dir: Path | None, watcher: Watcher, command: list[str]
+    experiment: Experiment,
+    folder: Path,
+    jobs: int,
+    data_dir: Path | None,
+    watcher: Watcher,
+    command: list[str],
+    team: Team | None = None,
 ) -> Results:
-    """All runs, `jobs` at a time; those that are there are not run again."""
+    """All runs, `jobs` at a time; those that are there are not run again.
+
+    In a team, every process goes through the same plan and takes the runs that no other one is at, until all of them have ended.
+    """
+    team = team or Team.alone()
     store.check_writable(folder)
-    with store.alone(folder, "this experiment"), contextlib.ExitStack() as stack:
-        fingerprint = begin(experiment, folder, data_dir, command)
+    with contextlib.ExitStack() as stack:
+        if team.first:
+            stack.enter_context(store.alone(folder, "this experiment"))
+        fingerprint = team.from_first(lambda: begin(experiment, folder, data_dir, command))
         results = results_of(experiment, folder)
         pool: Pool | None = None
+        planned: list[Config] = []
         while True:
-            todo = [config for config in experiment.plan(results) if config.name not in results]
-            watcher.planned(todo, len(results))
+            plan = experiment.plan(results)
+            todo = [config for config in plan if config.name not in results]
+            if plan != planned:
+                watcher.planned(todo, len(results))
+                planned = plan
             if not todo:
                 return results
-            pool = pool or stack.enter_context(Pool(jobs, data_dir, fingerprint, tuple(sys.path[:1])))
+            pool = pool or stack.enter_context(Pool(jobs, data_dir, fingerprint, tuple(sys.path[:1]), shared=team.world > 1))
+            before = len(results)
             for config, result in pool(todo, folder / "runs", watcher.progress):
                 results[config.name] = result
                 watcher.ended(config, result)
+            if len(results) == before:
+                time.sleep(0.1)  # others are at all that is left

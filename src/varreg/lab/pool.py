@@ -19,6 +19,7 @@ import torch
 
 from varreg.lab import tasks
 from varreg.lab.run import Config, StoppedError, run
+from varreg.lab.store import BusyError
 
 Result = dict[str, Any]
 _messages: Any = None
@@ -44,16 +45,18 @@ def _start(messages: Any, stop: Any, paths: list[str]) -> None:
     threading.Thread(target=follow, daemon=True).start()
 
 
-def _work(config: Config, folder: Path, data_dir: Path | None, fingerprint: str) -> Result | None:
+def _work(config: Config, folder: Path, data_dir: Path | None, fingerprint: str, shared: bool) -> Result | None:
     if _stop.is_set():
         return None
     try:
-        with contextlib.suppress(StoppedError):
+        with contextlib.suppress(StoppedError, *([BusyError] if shared else [])):
             _messages.put((config.name, 0, 1))
             _check_data(config.task, data_dir, fingerprint)
-            return run(
-                config, folder, None, data_dir, progress=lambda step, n: _messages.put((config.name, step, n)), stop=_stop.is_set
-            )
+
+            def progress(step: int, total: int) -> None:
+                _messages.put((config.name, step, total))
+
+            return run(config, folder, None, data_dir, progress=progress, stop=_stop.is_set, patience=0 if shared else None)
     except Exception as error:
         if str(error).startswith("varreg: "):
             raise
@@ -88,13 +91,13 @@ def _deaf() -> Iterator[None]:
 
 
 class Pool:
-    """Processes that are kept from one call to the next; use it in `with`."""
+    """Processes that are kept from one call to the next; use it in `with`. If runs are `shared` with others, those that they are at are left out."""
 
-    def __init__(self, jobs: int, data_dir: Path | None, fingerprint: str, paths: tuple[str, ...] = ()):
+    def __init__(self, jobs: int, data_dir: Path | None, fingerprint: str, paths: tuple[str, ...] = (), shared: bool = False):
         if jobs < 1:
             raise ValueError(f"varreg: at least one job is needed; got {jobs}.")
         context = multiprocessing.get_context("spawn")
-        self.data_dir, self.fingerprint = data_dir, fingerprint
+        self.arguments = (data_dir, fingerprint, shared)
         self.messages, self.stop = context.Queue(), context.Event()
         arguments = (self.messages, self.stop, list(paths))
         self.executor = futures.ProcessPoolExecutor(jobs, context, _start, arguments)
@@ -112,7 +115,7 @@ class Pool:
     ) -> Iterator[tuple[Config, Result]]:
         """Results as they come. Where the caller stops in between, by Ctrl-C say, runs under way save where they are, and can be gone on with."""
         with _deaf():
-            waiting = {self.executor.submit(_work, config, folder, self.data_dir, self.fingerprint): config for config in configs}
+            waiting = {self.executor.submit(_work, config, folder, *self.arguments): config for config in configs}
         try:
             while waiting:
                 done, _ = futures.wait(waiting, timeout=0.1, return_when=futures.FIRST_COMPLETED)

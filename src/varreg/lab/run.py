@@ -227,14 +227,16 @@ def run(
     every: float = 5.0,
     progress: Callable[[int, int], None] = lambda step, total: None,
     stop: Callable[[], bool] = lambda: False,
+    patience: float | None = None,
 ) -> dict[str, Any]:
     """Train to the end, from wherever the folder says it was, with a checkpoint `every` so many seconds; the result, as in `result.json`.
 
     `progress` is told the step and their number now and then; once `stop()` is true, a last checkpoint is written and `StoppedError` raised.
+    Where another process is at work on it for more than `patience` seconds, it is a `store.BusyError`.
     """
     folder = folder / config.name
     store.check_writable(folder)
-    with store.alone(folder, "this run"):
+    with store.alone(folder, "this run", patience):
         done = read_result(folder)
         return done if done is not None else train(Run(config, splits, data_dir), folder, every, progress, stop)
 

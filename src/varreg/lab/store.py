@@ -71,14 +71,18 @@ def write_tensors(path: Path, value: Any) -> None:
     write(path, buffer.getvalue())
 
 
+class BusyError(ValueError):
+    """Another process is at work there."""
+
+
 @contextlib.contextmanager
-def alone(folder: Path, what: str) -> Iterator[None]:
+def alone(folder: Path, what: str, patience: float | None = None) -> Iterator[None]:
     """No two processes at work on one folder. A lock ends with its process, however that ends."""
     try:
-        with filelock.FileLock(folder / ".lock", timeout=PATIENCE):
+        with filelock.FileLock(folder / ".lock", timeout=PATIENCE if patience is None else patience):
             yield
     except filelock.Timeout:
-        raise ValueError(f"varreg: another process is at work on {what}, in {folder}. Wait for it, or end it.") from None
+        raise BusyError(f"varreg: another process is at work on {what}, in {folder}. Wait for it, or end it.") from None
 
 
 def sweep(folder: Path) -> None:
