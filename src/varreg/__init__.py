@@ -1,5 +1,7 @@
 """Gradient variance for PyTorch: measure how much the samples of a mini-batch disagree, and let it set the step."""
 
+import importlib
+
 from varreg.engine import Moments, Observer, Summary, moments, observe, register_rule
 from varreg.optim import (
     VRSGD,
@@ -36,3 +38,9 @@ __all__ = [
     "observe",
     "register_rule",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "distributed":  # imported when it is asked for: it needs torch's own, which takes a while
+        return importlib.import_module("varreg.distributed")
+    raise AttributeError(f"module 'varreg' has no attribute '{name}'")
