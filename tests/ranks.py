@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import tempfile
+import weakref
 from pathlib import Path
 
 import torch
@@ -290,12 +292,84 @@ def hooks(rank: int, world: int):
 
     other = DistributedDataParallel(model())
     other.register_comm_hook(None, lambda state, bucket: own(state, bucket))
-    varreg.observe(other)
     try:
-        other(x)
+        varreg.observe(other)
     except ValueError as error:
         out["before"] = str(error)
+    assert not other._forward_hooks
     return out
+
+
+class Convs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.head = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 3, 3), nn.Linear(12, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.two(torch.tanh(self.one(x)))).flatten(1))
+
+
+def images(t: int, rank: int, world: int):
+    g = torch.Generator().manual_seed(t)
+    x, y = torch.randn(B, 2, 6, 6, generator=g, dtype=torch.float64), torch.randint(0, 3, (B,), generator=g)
+    n = B // world
+    return x[rank * n : (rank + 1) * n], y[rank * n : (rank + 1) * n]
+
+
+def odd(rank: int, world: int):
+    """Weights in channels-last order; several observers in one model; more groups than a rank has samples; what is left after remove()."""
+    net, generator = Convs().double(), torch.Generator().manual_seed(0)
+    for p in net.parameters():
+        p.data.copy_(0.4 * torch.randn(p.shape, generator=generator, dtype=torch.float64))
+    net = net.to(memory_format=torch.channels_last)
+    ddp = wrapped(net, world)
+    first, second = varreg.observe(net.one), varreg.observe(net.two)
+    third = varreg.observe(net.head, groups=4 * B // 3 if world > 1 else None)
+    optimizer = varreg.VRSGD(net.parameters(), lr=0.1)
+    for t in range(6):
+        x, y = images(t, rank, world)
+        optimizer.zero_grad()
+        cross_entropy(ddp(x), y).backward()
+        optimizer.step()
+    out = state(net), sums(net)
+    watched = weakref.ref(first)
+    for observer in (first, second, third):
+        observer.remove()
+    del first, second, third, observer
+    gc.collect()
+    return (*out, watched() is None)
+
+
+def late(rank: int, world: int):
+    """Only the body is observed; on the last rank a part of it goes out of use; tiny buckets, so that DDP reduces it before anything was measured."""
+    net = model()
+    ddp = wrapped(net, world, find_unused_parameters=True, bucket_cap_mb=1e-4)
+    body = nn.ModuleList([net.first, net.extra, net.tied])
+    observers = [varreg.observe(m) for m in body[:2]]
+    optimizer = varreg.VRSGD([p for m in body[:2] for p in m.parameters()], lr=0.1)
+    counts = []
+    for t in range(6):
+        x, y = share(t, rank, world)
+        optimizer.zero_grad()
+        cross_entropy(ddp(x, t < 2 or rank < world - 1), y).backward()
+        counts.append([m.count for p in net.extra.parameters() if (m := varreg.moments(p)) is not None])
+        optimizer.step()
+    assert len(observers) == 2
+    return state(net), counts
+
+
+def no_batch(rank: int, world: int):
+    """Rank r has 2r batches, the first one none."""
+    ddp = DistributedDataParallel(model())
+    varreg.observe(ddp)
+    optimizer = varreg.VRSGD(ddp.parameters(), lr=0.1)
+    with ddp.join():
+        for t in range(2 * rank):
+            x, y = share(t, rank, world)
+            optimizer.zero_grad()
+            cross_entropy(ddp(x), y).backward()
+            optimizer.step()
+    return state(ddp)
 
 
 def outside(rank: int, world: int):
@@ -339,6 +413,7 @@ def together(rank: int, world: int):
         "accumulated": accumulated(rank, world),
         "unused": unused(rank, world),
         "uneven": uneven(rank, world),
+        **({"odd": odd(rank, world)} if world == 1 else {}),
         **({} if world == 1 else more(rank, world)),
     }
 
@@ -349,6 +424,9 @@ def more(rank: int, world: int):
         "rank weighted": rank_weighted(rank, world),
         "joined": {by: joined(rank, world, by) for by in (True, False)},
         "hooks": hooks(rank, world),
+        "odd": odd(rank, world),
+        "late": late(rank, world),
+        "no batch": no_batch(rank, world),
         "outside": outside(rank, world),
         "not synchronised": not_synchronised(rank, world),
     }

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import varreg
 
@@ -125,7 +125,25 @@ def what_is_said(rank: int, world: int):
         "local": sum(p.to_local().numel() for p in net.parameters() if p.requires_grad),
     }
     calibrated = varreg.VRSGD(net.parameters(), lr=0.1, calibrate=True)
-    return {**out, "calibrate": error_of(calibrated.step), "mesh": error_of(two_dimensions, world)}
+    errors = {"calibrate": error_of(calibrated.step), "mesh": error_of(two_dimensions, world)}
+    errors["part"] = error_of(lambda: varreg.observe(sharded(world).last))
+    clip_grad_value_(net.parameters(), 0.01)
+    return {**out, **errors, "clipped": error_of(optimizer.step)}
+
+
+def cleared(rank: int, world: int):
+    """By zeros, with torch's foreach kernels; and a branch that the last of two micro-batches leaves out."""
+    net = sharded(world)
+    varreg.observe(net)
+    optimizer = varreg.VRSGD(net.parameters(), lr=0.1, foreach=True)
+    for t in range(4):
+        x, y = share(t, rank, world)
+        optimizer.zero_grad(set_to_none=False)
+        cross_entropy(net(x), y).backward()
+        (cross_entropy(net(x, False), y) / 2).backward()
+        found = sums(net)
+        optimizer.step()
+    return state(net), found
 
 
 def error_of(function, *args) -> str:
@@ -193,4 +211,5 @@ def together(rank: int, world: int):
         "accumulated": accumulated(rank, world),
         "said": what_is_said(rank, world),
         "half": half_precision(rank, world),
+        "cleared": cleared(rank, world),
     }

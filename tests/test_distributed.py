@@ -154,6 +154,27 @@ def test_hooks(several):
         assert "varreg.distributed.register_comm_hook" in rank["hooks"]["before"]
 
 
+def test_odd_ones(alone, several):
+    """Channels-last weights, several observers in one model, more groups than a rank has samples; and remove() lets go."""
+    parameters, found, _ = alone["odd"]
+    for rank in several:
+        same(rank["odd"][0][:4], parameters[:4])  # the head's groups are others than in one process
+        same(rank["odd"][1][:4], found[:4])
+        assert rank["odd"][1][4][:2] == (B, B)
+        assert rank["odd"][2], "the observer is kept alive"
+    bit_for_bit([rank["odd"][:2] for rank in several])
+
+
+def test_a_part_that_goes_out_of_use_on_one_rank(several):
+    """Ranks stay together, and count the same samples."""
+    bit_for_bit([rank["late"] for rank in several])
+    assert {count for counts in several[0]["late"][1] for count in counts} == {B}
+
+
+def test_join_of_a_rank_without_any_batch(several):
+    bit_for_bit([rank["no batch"] for rank in several])
+
+
 def test_without_ddp_it_is_an_error(several):
     for rank in several:
         message, unchanged = rank["outside"]

@@ -11,7 +11,7 @@ from torch import nn
 
 import varreg
 from varreg.engine.ledger import LEDGERS
-from varreg.optim.gradient import as_seen
+from varreg.optim.gradient import as_seen, products
 
 from . import models
 from .optimizers import RULES
@@ -373,7 +373,8 @@ def test_accumulation_in_bfloat16_is_rounding_and_no_more(ties):
     for part in parts:
         grad += part.to(BF16)
     assert not torch.allclose(grad.float(), S, rtol=0.1)
-    _, kappa2 = as_seen(varreg.Moments(8, 8, S, W), grad, same=True)
+    m = varreg.Moments(8, 8, S, W)
+    _, kappa2 = as_seen(m, grad, tuple(products(m, grad).tolist()), same=True)
     assert isinstance(kappa2, float)
     assert kappa2 == pytest.approx(1, rel=0.05)
 
@@ -390,7 +391,7 @@ def test_autograds_own_gradients_under_autocast_are_rounded(name):
     for p in model.parameters():
         m = varreg.moments(p)
         assert not torch.equal(m.total, p.grad)
-        assert isinstance(as_seen(m, p.grad, True, LEDGERS[p].precision)[1], float)
+        assert isinstance(as_seen(m, p.grad, tuple(products(m, p.grad).tolist()), True, LEDGERS[p].precision)[1], float)
 
 
 def test_clipping_by_value_is_still_seen():
@@ -401,7 +402,7 @@ def test_clipping_by_value_is_still_seen():
     m, before = varreg.moments(p), p.grad.clone()
     at = float(before.float().abs().median())
     nn.utils.clip_grad_value_([p], at)
-    _, kappa2 = as_seen(m, p.grad, True, LEDGERS[p].precision)
+    _, kappa2 = as_seen(m, p.grad, tuple(products(m, p.grad).tolist()), True, LEDGERS[p].precision)
     expected = (p.grad.float() / m.total).square()
     unclipped = before.abs() < p.grad.abs().max()
     torch.testing.assert_close(kappa2[~unclipped], expected[~unclipped], rtol=0.02, atol=0)

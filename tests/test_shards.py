@@ -80,6 +80,24 @@ def test_what_is_said(several):
         assert said["own"] == said["local"]
         assert "calibrate=True needs the mean of λ" in said["calibrate"]
         assert "a mesh of one dimension" in said["mesh"]
+        assert "Observe the module that was given to fully_shard" in said["part"]
+        assert "changed element by element" in said["clipped"]
+
+
+def test_cleared_by_zeros(two):
+    """With the foreach kernels, which leave no trace on a sharded gradient; a branch goes unused in the second micro-batch."""
+    net = model()
+    varreg.observe(net)
+    optimizer = varreg.VRSGD(net.parameters(), lr=0.1, foreach=True)
+    for t in range(4):
+        x, y = data(t)
+        optimizer.zero_grad(set_to_none=False)
+        cross_entropy(net(x), y).backward()
+        (cross_entropy(net(x, False), y) / 2).backward()
+        found = ranks.sums(net)
+        optimizer.step()
+    for rank in two:
+        same(rank["cleared"], (ranks.state(net), found))
 
 
 def test_half_precision(two):

@@ -1,4 +1,4 @@
-"""Moments over many processes: those of the global batch, for one gradient's worth of bytes more per step. Nothing to do in one process.
+"""Moments over many processes: those of the global batch, for one gradient's worth of numbers more per step. Nothing to do in one process.
 
 Sample i's contribution c_i to a gradient adds up to p.grad over samples, micro-batches and ranks alike. DistributedDataParallel averages gradients
 over W ranks: what a sample contributes to that average is c_i/W. So
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from varreg.engine.contribution import stat_dtype
 
 if TYPE_CHECKING:
+    from varreg.engine.ledger import Ledger
     from varreg.engine.observer import Observer
 
 Hook = Callable[[Any, GradBucket], Future[Tensor]]
@@ -33,7 +34,10 @@ _REDUCTIONS: weakref.WeakKeyDictionary[DistributedDataParallel, Reduction] = wea
 
 
 def register_comm_hook(ddp: DistributedDataParallel, state: Any, hook: Hook) -> None:
-    """Use a communication hook of your own for gradients, with varreg's beside it: in place of `ddp.register_comm_hook(state, hook)`."""
+    """Use a communication hook of your own for gradients, with varreg's beside it: in place of `ddp.register_comm_hook(state, hook)`.
+
+    It must average over ranks, as DDP itself does: moments are scaled for that.
+    """
     if not isinstance(ddp, DistributedDataParallel):
         raise ValueError(f"varreg: register_comm_hook expects a DistributedDataParallel model, got {type(ddp).__name__}.")
     reduction_of(ddp).inner = lambda bucket: hook(state, bucket)
@@ -53,8 +57,26 @@ def reduction_of(ddp: DistributedDataParallel) -> Reduction:
             )
         made = Reduction(ddp)
         ddp.register_comm_hook(made, _reduce)
+        ddp.register_forward_pre_hook(made.refresh)
         _REDUCTIONS[ddp] = made
     return _REDUCTIONS[ddp]
+
+
+class Observers:
+    """Those that watch a model, or parts of it; they are not kept alive by it."""
+
+    def __init__(self) -> None:
+        self._all: weakref.WeakSet[Observer] = weakref.WeakSet()
+
+    def add(self, observer: Observer) -> None:
+        self._all.add(observer)
+
+    def ledger_of(self, p: Tensor) -> tuple[Observer, Ledger] | None:
+        found = ((o, o.ledger_of(p)) for o in self._all)
+        return next(((o, ledger) for o, ledger in found if ledger is not None), None)
+
+    def __bool__(self) -> bool:
+        return any(o.is_on for o in self._all)
 
 
 class Reduction:
@@ -63,8 +85,13 @@ class Reduction:
     def __init__(self, ddp: DistributedDataParallel):
         self._ddp = weakref.ref(ddp)
         self.group: Any = ddp.process_group
-        self.observer: Observer | None = None
+        self.observers = Observers()
         self.inner: Callable[[GradBucket], Future[Tensor]] = self.average
+        self.takes_part = False
+
+    def refresh(self, *_: Any) -> None:
+        """As a forward begins. Not at any other time: ranks must agree, and one that has joined calls no forward any more."""
+        self.takes_part = bool(self.observers)
 
     @property
     def world(self) -> int:
@@ -82,25 +109,30 @@ class Reduction:
         ddp = self._ddp()
         return ddp is not None and ddp._join_config.enable and getattr(ddp, "_divide_by_initial_world_size", True) is False
 
+    def __deepcopy__(self, memo: Any) -> None:
+        return None  # a copy of the model is not this one
+
 
 def _reduce(reduction: Reduction, bucket: GradBucket) -> Future[Tensor]:
     """The hook: gradients, and beside them [Σc² of every parameter, (m, groups, is it partial?) of every parameter, is this rank at work?]."""
-    observer, world = reduction.observer, reduction.world
-    if observer is None:
+    if not reduction.takes_part:
         return reduction.inner(bucket)
+    world, parameters = reduction.world, bucket.parameters()
     active = torch._C._current_graph_task_id() != -1  # a rank that has joined is called outside of any backward pass
-    pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
-    known = [(p, ledger, g) for p, g in pairs if (ledger := observer.ledger_of(p)) is not None]
-    sizes = [p.numel() for p, _, _ in known]
-    sums = torch.zeros(sum(sizes) + 3 * len(known) + 1, dtype=stat_dtype(bucket.buffer().dtype), device=bucket.buffer().device)
-    *squares, counts, at_work = sums.split([*sizes, 3 * len(known), 1])
+    sizes = [p.numel() for p in parameters]
+    sums = torch.zeros(sum(sizes) + 3 * len(sizes) + 1, dtype=stat_dtype(bucket.buffer().dtype), device=bucket.buffer().device)
+    *squares, counts, at_work = sums.split([*sizes, 3 * len(sizes), 1])
+    known: list[tuple[int, Ledger]] = []
     if active:
         at_work.fill_(1)
-        for i, (p, ledger, _) in enumerate(known):
-            count, groups, square, partial = ledger.own(p, observer.partition_of(p))
-            if square is not None:
-                squares[i].copy_(square.reshape(-1))
-            counts[3 * i : 3 * i + 3] = counts.new_tensor([count, groups, partial])
+        for i, p in enumerate(parameters):
+            if (found := reduction.observers.ledger_of(p)) is not None:
+                observer, ledger = found
+                known.append((i, ledger))
+                count, groups, square, partial = ledger.own(p, observer.partition_of(p))
+                if square is not None:
+                    squares[i].copy_(square.reshape(-1))
+                counts[3 * i : 3 * i + 3] = counts.new_tensor([count, groups, partial])
     gradients = reduction.inner(bucket)
     moments = dist.all_reduce(sums, group=reduction.group, async_op=True).get_future()
 
@@ -110,13 +142,11 @@ def _reduce(reduction: Reduction, bucket: GradBucket) -> Future[Tensor]:
         ranks = int(at_work) if reduction.divides_by_those_left else world
         if ranks != world:
             averaged.mul_(world / ranks)
-        if active:
-            split = averaged.split([p.numel() for p in bucket.parameters()]) if averaged is not bucket.buffer() else None
-            for i, (p, ledger, g) in enumerate(known):
-                total = g if split is None else split[i]
-                count, groups, partial = counts[3 * i : 3 * i + 3].tolist()
-                total = None if partial else total.reshape(p.shape).to(sums.dtype, copy=True)
-                ledger.merge(int(count), int(groups), squares[i].view(p.shape).div_(ranks**2), total)
+        views = list(_views(averaged, parameters))
+        for i, ledger in known:
+            count, groups, partial = counts[3 * i : 3 * i + 3].tolist()
+            total = None if partial else views[i].to(sums.dtype, copy=True)
+            ledger.merge(int(count), int(groups), squares[i].view(parameters[i].shape).div_(ranks**2), total)
         return averaged
 
     return torch.futures.collect_all([gradients, moments]).then(done)
@@ -125,13 +155,23 @@ def _reduce(reduction: Reduction, bucket: GradBucket) -> Future[Tensor]:
 _reduce.__annotations__.clear()  # DDP compares them with types, and these are strings
 
 
+def _views(flat: Tensor, parameters: Iterable[Tensor]) -> Iterable[Tensor]:
+    """Each parameter's part of a bucket, which DDP lays out in the parameter's own strides (channels last, say)."""
+    offset = 0
+    for p in parameters:
+        dense = torch.ops.aten.is_non_overlapping_and_dense(p)
+        yield flat.as_strided(p.shape, p.stride(), offset) if dense else flat[offset : offset + p.numel()].view(p.shape)
+        offset += p.numel()
+
+
 def attach(observer: Observer) -> None:
-    """Called as a forward begins: is it that of a DDP model, or one inside it, or one with sharded parameters?"""
+    """Called when a model is observed, and as a forward begins: is it a DDP model, or one inside it, or one with sharded parameters?"""
     inside = DistributedDataParallel._get_active_ddp_module()
     found = [m for m in observer.model.modules() if isinstance(m, DistributedDataParallel)]
     for ddp in {id(d): d for d in ([inside] if inside is not None else []) + found}.values():
         reduction = reduction_of(ddp)
-        reduction.observer = observer
+        reduction.observers.add(observer)
+        reduction.takes_part = True
         observer.rank, observer.world = dist.get_rank(reduction.group), reduction.world
     if "torch.distributed.fsdp" in sys.modules:  # else nobody has sharded anything, and its import would take a while
         from varreg import fsdp

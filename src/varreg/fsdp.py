@@ -15,7 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from varreg.distributed import Observers
 from varreg.engine.contribution import stat_dtype
+from varreg.engine.shards import is_sharded
 
 if TYPE_CHECKING:
     from varreg.engine.observer import Observer
@@ -29,55 +31,53 @@ class _Beside(ReduceScatter):
 
     def __init__(self, group: FSDPParamGroup, inner: ReduceScatter):
         self._group, self.inner = weakref.ref(group), inner
-        self.observer: Observer | None = None
+        self.observers = Observers()
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.inner.allocate(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         work = self.inner(output_tensor=output_tensor, input_tensor=input_tensor, group=group, op=op, async_op=async_op)
-        if self.observer is not None:
-            self.reduce(self.observer, group)
+        self.reduce(group, output_tensor.device)
         return work
 
-    def reduce(self, observer: Observer, ranks: Any) -> None:
+    def reduce(self, ranks: Any, device: torch.device) -> None:
         group, world = self._group(), dist.get_world_size(ranks)
         assert group is not None
         known = [
-            (f, f.sharded_param, ledger)
+            (f, found)
             for f in group.fsdp_params
-            if f.sharded_param.requires_grad and (ledger := observer.ledger_of(f.sharded_param)) is not None
+            if f.sharded_param.requires_grad and (found := self.observers.ledger_of(f.sharded_param)) is not None
         ]
         if not known:
             return
         divisor = group.gradient_divide_factor or world
-        pieces, shapes = [], []
-        counts = torch.zeros(len(known), 3)
-        for i, (f, p, ledger) in enumerate(known):
+        dtype = stat_dtype(known[0][0].sharded_param.dtype)
+        pieces, told = [], []
+        for f, (observer, ledger) in known:
+            p = f.sharded_param
             count, groups, square, partial = ledger.own(p, observer.partition_of(p))
-            counts[i] = torch.tensor([count, groups, partial])
-            local_shape = torch.Size(f.sharded_size)
-            shape = torch.Size(f.padded_sharded_param_size)
-            pieces.append(_cut(square, p, f.fsdp_placement.dim, world, shape))
-            shapes.append((shape, local_shape))
-        dtype = stat_dtype(known[0][1].dtype)
-        rows = torch.cat([*(piece.to(dtype) for piece in pieces), counts.to(dtype).flatten().expand(world, -1)], 1).contiguous()
+            told += [count, groups, partial, *ledger.signs(p)]
+            pieces.append(_cut(square, f, world, dtype, device))
+        behind = torch.tensor([told], dtype=dtype, device=device).expand(world, -1)
+        rows = torch.cat([*pieces, behind], 1)
         mine = rows.new_empty(rows.shape[1])
         dist.reduce_scatter_single(mine, rows.flatten(), group=ranks)
-        *parts, found = mine.split([*(shape.numel() for shape, _ in shapes), 3 * len(known)])
-        for i, (_, _, ledger) in enumerate(known):
-            count, groups, partial = (round(x) for x in found[3 * i : 3 * i + 3].tolist())
-            shape, local_shape = shapes[i]
-            square = parts[i].view(shape)[tuple(slice(n) for n in local_shape)].div(divisor**2)
-            ledger.merge(count, groups, square, None)
+        *parts, found_ = mine.split([*(piece.shape[1] for piece in pieces), len(told)])
+        for (f, (_, ledger)), part, row in zip(known, parts, found_.view(-1, 5).tolist(), strict=True):
+            count, groups, partial, gradient, total = (round(x) for x in row)
+            if total and not gradient:  # zeros in place of a gradient that was not: it was cleared
+                ledger.merged = None
+            shard = part.view(f.padded_sharded_param_size)[tuple(slice(n) for n in f.sharded_size)]
+            ledger.merge(count, groups, shard.to(f.sharded_param.device).div(divisor**2), None)
             ledger.awaits_gradient = not partial
 
 
-def _cut(square: Tensor | None, p: Any, dim: int, world: int, shape: torch.Size) -> Tensor:
-    """`[world, elements of a padded shard]`."""
-    out = torch.zeros(world, *shape, dtype=stat_dtype(p.dtype), device=p.device)
+def _cut(square: Tensor | None, f: Any, world: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`[world, elements of a padded shard]`, as FSDP cuts gradients."""
+    out = torch.zeros(world, *f.padded_sharded_param_size, dtype=dtype, device=device)
     if square is not None:
-        for rank, piece in enumerate(square.chunk(world, dim)):
+        for rank, piece in enumerate(square.chunk(world, f.fsdp_placement.dim)):
             out[rank][tuple(slice(n) for n in piece.shape)] = piece
     return out.flatten(1)
 
@@ -93,7 +93,7 @@ def _pairs(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
 
 
 def attach(observer: Observer) -> None:
-    """Called as a forward begins: has the model sharded parameters?"""
+    """Called when a model is observed, and as a forward begins: has it sharded parameters?"""
     groups = _param_groups(observer.model)
     for group in groups:
         mesh = group.mesh_info.mesh
@@ -104,7 +104,14 @@ def attach(observer: Observer) -> None:
             )
         if not isinstance(group._reduce_scatter_comm, _Beside):
             group._reduce_scatter_comm = _Beside(group, group._reduce_scatter_comm)
-        group._reduce_scatter_comm.observer = observer
+        group._reduce_scatter_comm.observers.add(observer)
         observer.rank, observer.world = mesh.get_local_rank(), mesh.size()
+    ours = {id(f.sharded_param) for group in groups for f in group.fsdp_params}
+    for name, p in observer.model.named_parameters():
+        if is_sharded(p) and id(p) not in ours:
+            raise ValueError(
+                f"varreg: '{name}' is sharded together with parameters outside of the observed module. Observe the module that was given to "
+                "fully_shard, or the whole model."
+            )
     if groups:
         observer.follow_shards(_pairs)

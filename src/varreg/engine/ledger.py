@@ -16,7 +16,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from varreg import native
 from varreg.engine.contribution import Contribution, Partition, combine
-from varreg.engine.shards import any_nonzero, is_sharded, like, local
+from varreg.engine.shards import is_sharded, like, local
 
 
 @dataclass(frozen=True, repr=False)
@@ -136,9 +136,9 @@ class Ledger:
         """
         if p.grad is None:
             return self._seen is not None or self.merged is not None
-        if self.total is None or ((not look or is_sharded(p)) and self._seen == _trace(p.grad)):
+        if self.total is None or (not look and self._seen == _trace(p.grad)):
             return False
-        return not any_nonzero(p.grad) and any_nonzero(like(self.total, p))
+        return not bool(local(p.grad).any()) and bool(self.total.any())
 
     def open(self, p: Tensor) -> None:
         """A window begins for this parameter."""
@@ -149,7 +149,8 @@ class Ledger:
     def _begin(self, p: Tensor) -> None:
         """Start anew if gradients were cleared. What is to be synchronised yet waits elsewhere than in the gradient of a sharded parameter."""
         self.sharded = is_sharded(p) and p.device_mesh.size() > 1  # type: ignore[attr-defined]
-        if not (self.sharded and self.count) and (p.grad is None or self.cleared(p, look=True)):
+        # Whether there are zeros in all shards is found out when they are reduced.
+        if (p.grad is None and not self.count) if self.sharded else (p.grad is None or self.cleared(p, look=True)):
             self._restart()
             self.whole = True
 
@@ -207,8 +208,9 @@ class Ledger:
         Where the parameter had no use in the window under way, `partition` is that of its batch, whose samples count all the same.
         """
         self.settle(p)
-        if partition is not None:
+        if not self.in_window:
             self._begin(p)
+        if partition is not None:
             self.count, self.groups = self.count + partition.batch, self.groups + partition.groups
         return self.count, self.groups, self.square, not self.whole
 
@@ -217,6 +219,11 @@ class Ledger:
         if self.awaits_gradient and p.grad is not None:
             self.total = local(p.grad).to(self.merged.square.dtype, copy=True) if self.merged is not None else None
             self.awaits_gradient = False
+
+    def signs(self, p: Tensor) -> tuple[bool, bool]:
+        """Of a sharded parameter, before gradients are reduced: is there something in this rank's part of its gradient, and was there?"""
+        now = p.grad is not None and bool(local(p.grad).any())
+        return now, self.merged is not None and self.total is not None and bool(self.total.any())
 
     def merge(self, count: int, groups: int, square: Tensor, total: Tensor | None) -> None:
         """The sums of all ranks since the last synchronisation, and the gradient that they now share."""

@@ -73,6 +73,7 @@ class Observer:
         self._queued = False  # will the running backward close the window when it ends?
         self._recalled: dict[nn.Module, list[list[Any]]] = {}  # the marks of inputs that a checkpoint will want again
         self._passed: set[int] = set()  # parameters without a use in the running backward that are counted already
+        self._expected: Partition | None = None  # the batch of the last forward
         self.rank, self.world = 0, 1  # among those that share the batch
         self._pairs: Callable[[nn.Module], list[tuple[Tensor, Tensor]]] = lambda model: []
         self._whole: dict[
@@ -80,6 +81,11 @@ class Observer:
         ] = {}  # gathered parameters by id, each with the sharded one that it stands for
         self._learn()
         self._handles = [h for m in model.modules() if any(True for _ in m.parameters()) for h in self._hook(m)]
+        try:
+            self._attach()
+        except Exception:
+            self.remove()
+            raise
 
     # ---- for users ---------------------------------------------------------------------------------------------------
 
@@ -159,6 +165,8 @@ class Observer:
 
     def partition(self, batch: int) -> Partition:
         groups = batch if self.groups is None else self._own_groups(self.groups)
+        if self.world > 1:
+            groups = min(groups, batch)  # another rank may have more: counts are added up
         if groups > batch > 0:
             raise ValueError(
                 f"varreg: groups={groups} needs at least {groups} samples in a batch, got {batch}. Use fewer groups, larger batches, "
@@ -216,8 +224,9 @@ class Observer:
         """The batch of the running backward, for a parameter that has no use in it, once; None for one that has."""
         if id(p) in self._window or id(p) in self._passed:
             return None
+        self._queue()
         self._passed.add(id(p))
-        return self._partition
+        return self._partition or self._expected
 
     def abort(self) -> None:
         """The backward pass fails: what arrived stays counted, as what it added to `p.grad` does, and the window is over."""
@@ -234,7 +243,7 @@ class Observer:
         passed, self._passed = self._passed, set()
         self._window, self._partition, self._queued, self._recalled = {}, None, False, {}
         self._windows += 1
-        for p, ledger in window.values():
+        for p, ledger in [*window.values(), *(self._known[key] for key in passed if key in self._known)]:
             ledger.take_gradient(p)
             ledger.close(p)
         if partition is not None:
@@ -260,6 +269,18 @@ class Observer:
             known[id(p)] = (p, ledger)
             LEDGERS[p] = ledger
         self._known = known
+
+    @property
+    def is_on(self) -> bool:
+        """Until it is removed."""
+        return bool(self._handles)
+
+    def _attach(self) -> None:
+        """Where there are several processes: moments are to be those of all of them."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            from varreg import distributed
+
+            distributed.attach(self)
 
     def _hook(self, module: nn.Module) -> Iterator[RemovableHandle]:
         yield module.register_forward_pre_hook(_Enter(self), with_kwargs=True)
@@ -310,10 +331,7 @@ class Observer:
             self._queue()
         elif self._queued or self._window:  # an earlier backward pass failed and never closed its window
             self.abort()
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            from varreg import distributed
-
-            distributed.attach(self)
+        self._attach()
         if not is_tracing():
             new_epoch()
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -328,6 +346,8 @@ class Observer:
             if where is not None:
                 mark(t, where)
         self._run.inputs = inputs
+        if not again and self.tracer.batch:
+            self._expected = self.partition(self.tracer.batch)
         if type(self.tracer) is Tracer and _compile_is_in_use():
             self.tracer.__class__ = CompiledTracer
         self.tracer.lookups = {}

@@ -38,8 +38,3 @@ def total(t: Tensor, of: Any) -> Tensor:
 def number(t: Any) -> float:
     """A sum over all ranks, as a number."""
     return float(t.full_tensor() if is_sharded(t) else t)
-
-
-def any_nonzero(t: Tensor) -> bool:
-    """Of the whole."""
-    return bool(total(local(t).any().float()[None], t)) if is_sharded(t) else bool(t.any())

@@ -22,7 +22,15 @@ class OverflowedError(Exception):
     """The gradient is finite, its squares were not."""
 
 
-def as_seen(m: Moments, grad: Tensor, same: bool, precision: float = 0.0) -> tuple[Tensor, Tensor | float]:
+def products(m: Moments, grad: Tensor) -> Tensor:
+    """S·S, g·S, g·g and ΣW: what is compared of a gradient and what was measured. They add up over shards."""
+    S, g = m.total.reshape(-1), grad.to(m.total.dtype).reshape(-1)
+    return torch.stack([torch.dot(S, S), torch.dot(g, S), torch.dot(g, g), m.square.sum()])
+
+
+def as_seen(
+    m: Moments, grad: Tensor, compared: tuple[float, ...], same: bool, precision: float = 0.0
+) -> tuple[Tensor, Tensor | float]:
     """The gradient as the optimizer sees it, in the precision of the moments, and κ²: there, its variance is κ²v².
 
     Clipping and unscaling change the gradient from S to κS, one κ for the tensor, and so its variance to κ²v². Clipping by value has
@@ -31,8 +39,7 @@ def as_seen(m: Moments, grad: Tensor, same: bool, precision: float = 0.0) -> tup
     is coarser than its own: autograd's own gradient of an LSTM under autocast, say.
     """
     S, g = m.total.reshape(-1), grad.to(m.total.dtype).reshape(-1)
-    SS, gS, gg = (float(torch.dot(a, b)) for a, b in ((S, S), (g, S), (g, g)))
-    W = float(m.square.sum())
+    SS, gS, gg, W = compared
     if not math.isfinite(SS + gS + gg + W):
         raise OverflowedError if bool(g.isfinite().all()) and bool(S.isfinite().all()) else NotFiniteError
     if gS == SS == gg:  # nothing has touched it

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from varreg.engine.ledger import LEDGERS
+from varreg.engine.shards import is_sharded
 
 
 def names(optimizer: Optimizer) -> dict[Tensor, str]:
@@ -78,8 +79,12 @@ def check_merged(parameters: Iterable[Tensor]) -> None:
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
         return
-    if any(LEDGERS[p].merged is None for p in parameters):
-        raise RuntimeError(
-            "varreg: there are several processes, and the moments are those of this one's samples only: parameters would drift apart. Wrap the "
-            "model in DistributedDataParallel or fully_shard, and let the last backward() before step() synchronise (not in no_sync); or use s=0."
-        )
+    for p in parameters:
+        ledger = LEDGERS.get(p)
+        alone = is_sharded(p) and p.device_mesh.size() == 1  # type: ignore[attr-defined]
+        if ledger is not None and not alone and ledger.count:
+            raise RuntimeError(
+                "varreg: there are several processes, and the moments are those of this one's samples only: parameters would drift apart. Wrap "
+                "the model in DistributedDataParallel or fully_shard, and let the last backward() before step() synchronise (not in no_sync, nor "
+                "with set_requires_gradient_sync(False)); or use s=0."
+            )

@@ -21,7 +21,7 @@ from varreg.engine.contribution import stat_dtype
 from varreg.engine.ledger import LEDGERS
 from varreg.engine.shards import is_sharded, like, local, total
 from varreg.memory import scratch
-from varreg.optim.gradient import NotFiniteError, OverflowedError, UnmeasuredError, as_seen
+from varreg.optim.gradient import NotFiniteError, OverflowedError, UnmeasuredError, as_seen, products
 from varreg.optim.names import check_merged, names, warn_lone, warn_missing, warn_overflow, warn_typos
 from varreg.optim.parts import Part, Work, parts, pieces
 from varreg.optim.summary import LambdaSummary, summarize
@@ -177,51 +177,73 @@ class Regularized(Optimizer):
 
     def _gather(self) -> list[Work]:
         """The parameters that have what λ needs, as they are before the step. Nothing is changed yet, in case of an error."""
-        works: list[Work] = []
-        missing, lone = [], False
+        found: list[tuple[Tensor, dict[str, Any], Moments | None]] = []
         for group in self.param_groups:
             self._check(group)
-            for p in group["params"] if group["s"] else ():
-                if p.grad is None or p.numel() == 0:
-                    continue
-                m = LEDGERS[p].read(p) if p in LEDGERS else None
-                if m is not None and m.count < 2:
-                    lone = True
-                    continue
-                try:
-                    if m is None or m.groups < 2:
-                        raise UnmeasuredError
-                    self._check_shapes(p, m, group)
-                    seen = as_seen(m, local(p.grad), LEDGERS[p].is_measured(p), LEDGERS[p].precision)
-                    works.append(Work(p, local(p), group, self.state[p], m, *seen, local(p.detach()).clone()))
-                except UnmeasuredError:
-                    missing.append(p)
-                except OverflowedError:
-                    warn_overflow(self, p, self._warned)
-                except NotFiniteError:
-                    pass  # the base's step, as torch would have it
+            moving = (p for p in (group["params"] if group["s"] else ()) if p.grad is not None and p.numel())
+            found += [(p, group, LEDGERS[p].read(p) if p in LEDGERS else None) for p in moving]
+        check_merged(p for p, _, _ in found)
+        compared = self._compared(found)
+        works: list[Work] = []
+        missing, lone = [], False
+        for p, group, m in found:
+            if m is not None and m.count < 2:
+                lone = True
+                continue
+            try:
+                if m is None or m.groups < 2 or compared[p] is None:
+                    raise UnmeasuredError
+                self._check_shapes(p, m, group)
+                seen = as_seen(m, local(p.grad), compared[p], LEDGERS[p].is_measured(p), LEDGERS[p].precision)  # type: ignore[arg-type]
+                if isinstance(seen[1], Tensor) and is_sharded(p):
+                    raise ValueError(
+                        f"varreg: the gradient of '{names(self)[p]}' was changed element by element (by clip_grad_value_, say), and each rank has "
+                        "only a shard of it: what that did to its variance cannot be told. Clip by norm, or use DistributedDataParallel."
+                    )
+                works.append(Work(p, local(p), group, self.state[p], m, *seen, local(p.detach()).clone()))
+            except UnmeasuredError:
+                missing.append(p)
+            except OverflowedError:
+                warn_overflow(self, p, self._warned)
+            except NotFiniteError:
+                pass  # the base's step, as torch would have it
         if missing:
             warn_missing(self, missing, self._warned)
         if lone and not works:
             warn_lone(self, self._warned)
-        works = self._agreed(works)
         if works:
-            check_merged(w.owner for w in works)
             self._check_model()
             for group in self.param_groups:
                 self._fix(group)
         return works
 
-    def _agreed(self, works: list[Work]) -> list[Work]:
-        """Where ranks have parts of a parameter, and λ is one for all of it: what one of them leaves out, all do."""
-        shared = [p for g in self.param_groups for p in g["params"] if g["s"] and g["per"] != "element" and is_sharded(p)]
-        if not shared:
-            return works
-        have = {id(w.owner) for w in works}
-        votes = total(torch.tensor([float(id(p) in have) for p in shared], device=shared[0].device), shared[0])
-        whole: Any = shared[0]
-        left_out = {id(p) for p, n in zip(shared, votes.tolist(), strict=True) if n < whole.device_mesh.size()}
-        return [w for w in works if id(w.owner) not in left_out]
+    @staticmethod
+    def _compared(found: list[tuple[Tensor, dict[str, Any], Moments | None]]) -> dict[Tensor, tuple[float, ...] | None]:
+        """What there is to compare of gradients and moments; for parameters in shards, of the whole: one small reduction for all of them.
+
+        None where it cannot be had, on this rank or on another.
+        """
+        out: dict[Tensor, tuple[float, ...] | None] = {}
+        rows = []
+        for p, _, m in found:
+            usable = m is not None and p.grad is not None and m.total.shape == local(p).shape
+            row = products(m, local(p.grad)).double() if usable else None  # type: ignore[arg-type]
+            if is_sharded(p):
+                rows.append(
+                    (
+                        p,
+                        torch.zeros(5, dtype=torch.float64, device=p.device)
+                        if row is None
+                        else torch.cat([row, row.new_ones(1)]),
+                    )
+                )
+            out[p] = None if row is None else tuple(row.tolist())
+        if rows:
+            whole: Any = rows[0][0]
+            summed = total(torch.stack([row for _, row in rows]), whole).tolist()
+            for (p, _), (*values, ranks) in zip(rows, summed, strict=True):
+                out[p] = tuple(values) if ranks == whole.device_mesh.size() else None
+        return out
 
     def _check_model(self) -> None:
         groups = [
