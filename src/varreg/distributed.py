@@ -133,13 +133,14 @@ def _reduce(reduction: Reduction, bucket: GradBucket) -> Future[Tensor]:
                 if square is not None:
                     squares[i].copy_(square.reshape(-1))
                 counts[3 * i : 3 * i + 3] = counts.new_tensor([count, groups, partial])
+    by_those_left = reduction.divides_by_those_left
     gradients = reduction.inner(bucket)
     moments = dist.all_reduce(sums, group=reduction.group, async_op=True).get_future()
 
     def done(both: Future[list[Future[Any]]]) -> Tensor:
         both.value()  # raises what went wrong, of which the other one may know nothing yet
         averaged: Tensor = gradients.value()
-        ranks = int(at_work) if reduction.divides_by_those_left else world
+        ranks = int(at_work) if by_those_left else world
         if ranks != world:
             averaged.mul_(world / ranks)
         views = list(_views(averaged, parameters))

@@ -191,10 +191,12 @@ class Regularized(Optimizer):
                 lone = True
                 continue
             try:
-                if m is None or m.groups < 2 or compared[p] is None:
+                if p.grad is None or m is None or m.groups < 2:
                     raise UnmeasuredError
                 self._check_shapes(p, m, group)
-                seen = as_seen(m, local(p.grad), compared[p], LEDGERS[p].is_measured(p), LEDGERS[p].precision)  # type: ignore[arg-type]
+                if (both := compared[p]) is None:
+                    raise UnmeasuredError
+                seen = as_seen(m, local(p.grad), both, LEDGERS[p].is_measured(p), LEDGERS[p].precision)
                 if isinstance(seen[1], Tensor) and is_sharded(p):
                     raise ValueError(
                         f"varreg: the gradient of '{names(self)[p]}' was changed element by element (by clip_grad_value_, say), and each rank has "
