@@ -131,6 +131,23 @@ def what_is_said(rank: int, world: int):
     return {**out, **errors, "clipped": error_of(optimizer.step)}
 
 
+def wide(rank: int, world: int):
+    """A large weight in float32, clipped: what rounding leaves of two dot products must not be taken for a change of single elements."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(800, 501), torch.nn.Tanh(), torch.nn.Linear(501, 3)).float()
+    fully_shard(net, mesh=init_device_mesh("cpu", (world,)))
+    varreg.observe(net)
+    optimizer = varreg.VRSGD(net.parameters(), lr=0.1, momentum=0.9)
+    for t in range(3):
+        generator = torch.Generator().manual_seed(world * t + rank)
+        optimizer.zero_grad()
+        net(torch.randn(8, 800, generator=generator, dtype=torch.float32)).square().mean().backward()
+        if t:
+            clip_grad_norm_(net.parameters(), 0.01)
+        optimizer.step()
+    return float(optimizer.lambda_summary().model.mean)
+
+
 def cleared(rank: int, world: int):
     """By zeros, with torch's foreach kernels; and a branch that the last of two micro-batches leaves out."""
     net = sharded(world)
@@ -212,4 +229,5 @@ def together(rank: int, world: int):
         "said": what_is_said(rank, world),
         "half": half_precision(rank, world),
         "cleared": cleared(rank, world),
+        "wide": wide(rank, world),
     }

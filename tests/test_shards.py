@@ -84,6 +84,10 @@ def test_what_is_said(several):
         assert "changed element by element" in said["clipped"]
 
 
+def test_rounding_is_not_taken_for_clipping_by_value(two):
+    assert all(0.5 < rank["wide"] < 3 for rank in two)
+
+
 def test_cleared_by_zeros(two):
     """With the foreach kernels, which leave no trace on a sharded gradient; a branch goes unused in the second micro-batch."""
     net = model()

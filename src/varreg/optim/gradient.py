@@ -22,10 +22,15 @@ class OverflowedError(Exception):
     """The gradient is finite, its squares were not."""
 
 
-def products(m: Moments, grad: Tensor) -> Tensor:
-    """S·S, g·S, g·g and ΣW: what is compared of a gradient and what was measured. They add up over shards."""
+def products(m: Moments, grad: Tensor, precise: bool = False) -> Tensor:
+    """S·S, g·S, g·g and ΣW: what is compared of a gradient and what was measured. They add up over shards.
+
+    Where nothing but they can tell (`precise`), they are added up in double precision: rounding must not look like a change.
+    """
     S, g = m.total.reshape(-1), grad.to(m.total.dtype).reshape(-1)
-    return torch.stack([torch.dot(S, S), torch.dot(g, S), torch.dot(g, g), m.square.sum()])
+    if precise:
+        S, g = S.double(), g.double()
+    return torch.stack([torch.dot(S, S), torch.dot(g, S), torch.dot(g, g), m.square.sum().to(S.dtype)])
 
 
 def as_seen(

@@ -229,7 +229,7 @@ class Regularized(Optimizer):
         rows = []
         for p, _, m in found:
             usable = m is not None and p.grad is not None and m.total.shape == local(p).shape
-            row = products(m, local(p.grad)).double() if usable else None  # type: ignore[arg-type]
+            row = products(m, local(p.grad), is_sharded(p)).double() if usable else None  # type: ignore[arg-type]
             if is_sharded(p):
                 rows.append(
                     (
