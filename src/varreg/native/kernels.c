@@ -1,4 +1,4 @@
-/* The element-wise work in one pass over memory. Twins, and definitions: Moments in varreg/engine/ledger.py, and varreg/regularizer.py. */
+/* Every kernel, for float and for double. One header for each part of the work; its twin in PyTorch is named there. */
 #include <math.h>
 #include <stdint.h>
 
@@ -9,10 +9,10 @@ enum { RATIONAL, AFFINE };
 
 #define REAL float
 #define NAME(x) x##_float32
-#include "kernels.h"
+#include "step.h"
 #undef REAL
 #undef NAME
 
 #define REAL double
 #define NAME(x) x##_float64
-#include "kernels.h"
+#include "step.h"

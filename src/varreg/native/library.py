@@ -1,0 +1,101 @@
+"""The compiled library: built at first use, if a C compiler is at hand, and kept in the user's cache."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_REALS: dict[torch.dtype, tuple[str, Any]] = {
+    torch.float32: ("float32", ctypes.c_float),
+    torch.float64: ("float64", ctypes.c_double),
+}
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", "-std=gnu99", "-shared", "-fPIC")
+
+
+@functools.cache
+def status() -> str:
+    """Either `in use`, or why not."""
+    return load()[1]
+
+
+def serves(*tensors: Tensor) -> bool:
+    """Are these tensors of one kind that the library knows, on the CPU? Then it is loaded; if it cannot be, it serves nothing."""
+    dtype = tensors[0].dtype
+    return dtype in _REALS and all(t.dtype == dtype and t.is_cpu for t in tensors) and load()[0] is not None
+
+
+def run(name: str, tensors: tuple[Tensor, ...], kinds: tuple[int, ...], numbers: tuple[float, ...], n: int) -> None:
+    """Call a function of the library for elements of the first tensor's type: n, the tensors, whole numbers, numbers, threads."""
+    library = load()[0]
+    assert library is not None
+    suffix, real = _REALS[tensors[0].dtype]
+    pointers = (ctypes.c_void_p(t.data_ptr()) for t in tensors)
+    threads = torch.get_num_threads() if n >= 1 << 15 else 1
+    getattr(library, f"{name}_{suffix}")(ctypes.c_int64(n), *pointers, *kinds, *map(real, numbers), threads)
+
+
+@functools.cache
+def load() -> tuple[ctypes.CDLL | None, str]:
+    """The library, or None; and its status."""
+    if os.environ.get("VARREG_NATIVE") == "0":
+        return None, "switched off by VARREG_NATIVE=0"
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return None, "no C compiler was found"
+    try:
+        with tempfile.TemporaryDirectory(prefix="varreg-") as temporary:
+            return ctypes.CDLL(str(_built(shlex.split(compiler), Path(temporary)))), "in use"
+    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", "") or str(error)
+        return None, f"{compiler} did not work: {str(detail).strip().splitlines()[-1] if detail else type(error).__name__}"
+
+
+def _built(compiler: list[str], temporary: Path) -> Path:
+    """The compiled library: kept in the cache if that can be written, for this compiler and processor; else in a temporary folder."""
+    here = Path(__file__).parent
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    sources = "".join(path.read_text() for path in sorted(here.glob("*.[ch]")))
+    key = hashlib.sha256("\n".join([sources, version, *_FLAGS, _processor()]).encode()).hexdigest()[:16]
+    kept = _cache() / f"kernels-{key}.so"
+    if kept.exists():
+        return kept
+    made = temporary / "kernels.so"
+    command = [*compiler, *_FLAGS, str(here / "kernels.c"), "-o", str(made)]
+    done = subprocess.run([*command, "-fopenmp"], capture_output=True, text=True, check=False)
+    if done.returncode:  # without threads, then
+        subprocess.run([*command, "-Wno-unknown-pragmas"], capture_output=True, text=True, check=True)
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
+            file.write(made.read_bytes())
+        Path(file.name).replace(kept)  # whole, or not at all
+        return kept
+    except OSError:
+        return made
+
+
+def _cache() -> Path:
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "varreg"
+    except RuntimeError:  # there is no home
+        return Path(os.devnull) / "varreg"
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    flags = (
+        [line for line in info.read_text().splitlines() if line.startswith(("flags", "Features"))][:1] if info.exists() else []
+    )
+    return " ".join([platform.system(), platform.machine(), platform.processor(), *flags])
