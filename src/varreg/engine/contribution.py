@@ -14,6 +14,7 @@ Letters: b samples, u groups, r rows of one sample (time steps, pixels), o and i
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from varreg.memory import AT_MOST, scratch
+from varreg.native import sums as native
 
 _LARGE = 1 << 15  # from here on, adding up group by group beats a reduction over groups
 
@@ -57,6 +59,8 @@ class Contribution:
 
     chunk = 1 << 21
     at_once = 8
+    wants_rows = False
+    """Is there a bias, which takes Σ_r δ_br?"""
 
     def __init__(self, partition: Partition, shape: torch.Size):
         self.partition = partition
@@ -146,6 +150,7 @@ class Outer(Contribution):
     def __init__(self, partition: Partition, delta: Tensor, a: Tensor, shape: torch.Size | None = None):
         super().__init__(partition, shape or torch.Size((delta.shape[-1], a.shape[-1])))
         self.delta, self.a = delta, a
+        self.rows: Tensor | None = None
 
     def groups(self, first: int, last: int, start: int, n: int) -> Tensor:
         part = slice(start, start + (last - first) * n)
@@ -155,7 +160,11 @@ class Outer(Contribution):
 
     def sums(self) -> tuple[Tensor | None, Tensor | None]:
         if self.delta.shape[1] != 1 or self.partition.groups != self.partition.batch or not self.partition.batch:
-            return super().sums()
+            found = native.outer(self.delta, self.a, self.partition.groups, self.wants_rows)
+            if found is None:
+                return super().sums()
+            self.rows = found.rows
+            return found.total.view(self.shape), found.square.view(self.shape)
         dtype = stat_dtype(self.delta.dtype)  # one row per sample: (δ ⊗ a)² = δ² ⊗ a², and no per-sample gradient exists
         delta, a = self.delta[:, 0].to(dtype), self.a[:, 0].to(dtype)
         return (delta.t() @ a).view(self.shape), (delta.square().t() @ a.square()).view(self.shape)
@@ -165,8 +174,33 @@ class Outer(Contribution):
         return (delta.t() @ a).view(self.shape)
 
 
+class Rows(Contribution):
+    """c_b = Σ_r δ_br: what a bias gets, from the δ that a weight's contributions are made of.
+
+    Where those were summed up without existing one by one, it came with them; else `make` has it.
+    """
+
+    def __init__(self, of: Outer | Lazy, make: Callable[[], Contribution]):
+        super().__init__(of.partition, of.shape[:1])
+        self._of, self._make = of, make
+        of.wants_rows = True
+
+    @functools.cached_property
+    def _found(self) -> Contribution:
+        return self._make() if self._of.rows is None else Dense(self.partition, self._of.rows)
+
+    def groups(self, first: int, last: int, start: int, n: int) -> Tensor:
+        return self._found.groups(first, last, start, n)
+
+    def sums(self) -> tuple[Tensor | None, Tensor | None]:
+        return self._found.sums()
+
+    def total(self) -> Tensor | None:
+        return self._found.total()
+
+
 class Lazy(Contribution):
-    """Contributions that a function makes a few groups at a time: `make(first, last, start, n)`."""
+    """Contributions that a function makes a few groups at a time: `make(first, last, start, n)`. `sums(wants_rows)` may have S and W at once."""
 
     def __init__(
         self,
@@ -174,15 +208,24 @@ class Lazy(Contribution):
         shape: torch.Size,
         make: Callable[[int, int, int, int], Tensor],
         cost: Callable[[int], int] | None = None,
+        sums: Callable[[bool], native.Sums | None] | None = None,
     ):
         super().__init__(partition, shape)
-        self._make, self._cost = make, cost
+        self._make, self._cost, self._sums = make, cost, sums
+        self.rows: Tensor | None = None
 
     def groups(self, first: int, last: int, start: int, n: int) -> Tensor:
         return self._make(first, last, start, n)
 
     def cost(self, n: int) -> int:
         return self._cost(n) if self._cost else super().cost(n)
+
+    def sums(self) -> tuple[Tensor | None, Tensor | None]:
+        found = self._sums(self.wants_rows) if self._sums else None
+        if found is None:
+            return super().sums()
+        self.rows = found.rows
+        return found.total, found.square
 
 
 class Scattered(Contribution):

@@ -21,7 +21,7 @@ _REALS: dict[torch.dtype, tuple[str, Any]] = {
     torch.float32: ("float32", ctypes.c_float),
     torch.float64: ("float64", ctypes.c_double),
 }
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", "-std=gnu99", "-shared", "-fPIC")
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-trapping-math", "-fno-math-errno", "-std=gnu99", "-shared", "-fPIC")
 
 
 @functools.cache
@@ -44,6 +44,24 @@ def run(name: str, tensors: tuple[Tensor, ...], kinds: tuple[int, ...], numbers:
     pointers = (ctypes.c_void_p(t.data_ptr()) for t in tensors)
     threads = torch.get_num_threads() if n >= 1 << 15 else 1
     getattr(library, f"{name}_{suffix}")(ctypes.c_int64(n), *pointers, *kinds, *map(real, numbers), threads)
+
+
+def call(name: str, dtype: torch.dtype, *arguments: Any) -> int:
+    """Call a function of the library for numbers of this type, with tensors (or None), whole numbers of 64 bits, and the number of threads."""
+    library = load()[0]
+    assert library is not None
+    *most, threads = arguments
+    given = [
+        ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else ctypes.c_int64(x) if isinstance(x, int) else x for x in most
+    ]
+    return _function(library, f"{name}_{_REALS[dtype][0]}")(*given, threads)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _function(library: ctypes.CDLL, name: str) -> Any:
+    function = library[name]
+    function.restype = ctypes.c_int64
+    return function
 
 
 @functools.cache

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from varreg.engine.contribution import Contribution, Lazy
-from varreg.engine.rules.rule import Call, Contributions, batch_first, channel_sums, images, rule
+from varreg.engine.rules.rule import Call, Contributions, batch_first, bias_of, channel_sums, images, rule
 from varreg.memory import scratch
+from varreg.native import sums as native
 
 
 def _tuple(value: Any, n: int) -> tuple[int, ...]:
@@ -65,7 +66,11 @@ def _conv_weight(
     def cost(n: int) -> int:
         return n * images * groups * max(i * features, i * r)
 
-    return Lazy(call.partition, shape, make, cost)
+    def sums(rows: bool) -> native.Sums | None:
+        before = [first for first, _ in padding]
+        return None if groups > 1 else native.conv(x, dy, kernel, stride, before, dilation, call.partition.groups, images, rows)
+
+    return Lazy(call.partition, shape, make, cost, sums)
 
 
 def _same(kernel: Sequence[int], dilation: Sequence[int]) -> list[tuple[int, int]]:
@@ -101,7 +106,7 @@ def conv(
         x = images(input.to(dy.dtype), call.layouts["input"])
         out["weight"] = _conv_weight(call, call.shapes["weight"], x, dy, stride, pads, dilation, groups)
     if "bias" in call.wants:
-        out["bias"] = channel_sums(call, dy)
+        out["bias"] = bias_of(out.get("weight"), lambda: channel_sums(call, dy))
     return out
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from varreg.engine.contribution import Outer
-from varreg.engine.rules.rule import Call, Contributions, row_sums, rule
+from varreg.engine.rules.rule import Call, Contributions, bias_of, row_sums, rule
 
 
 def _folded_matmul(input: Tensor, other: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def linear(call: Call, grads: list[Tensor], input: Tensor, weight: None, bias: N
     if "weight" in call.wants:
         out["weight"] = Outer(call.partition, dy, call.rows(input.to(dy.dtype), "input"), call.shapes["weight"])
     if "bias" in call.wants:
-        out["bias"] = row_sums(call, dy)
+        out["bias"] = bias_of(out.get("weight"), lambda: row_sums(call, dy))
     return out
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from varreg.engine.contribution import Contribution, Dense, Partition
+from varreg.engine.contribution import Contribution, Dense, Lazy, Outer, Partition, Rows
 from varreg.engine.layout import Layout, rows, samples
 
 Contributions = dict[str, Contribution]
@@ -98,6 +98,11 @@ def batch_first(call: Call) -> bool:
 def row_sums(call: Call, t: Tensor) -> Dense:
     """`[b, r, *shape]` → Σ_r: the contribution of whatever is added to every row."""
     return Dense(call.partition, t.sum(1) if t.shape[1] != 1 else t[:, 0])
+
+
+def bias_of(weight: Contribution | None, make: Callable[[], Contribution]) -> Contribution:
+    """Σ_r δ_br, which may come with what the weight gets."""
+    return Rows(weight, make) if isinstance(weight, Outer | Lazy) else make()
 
 
 def images(t: Tensor, at: Layout) -> Tensor:
