@@ -1,0 +1,173 @@
+"""S and W from tiles in registers, against the definition; and that PyTorch's twin takes over where there is no compiler."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import varreg
+from varreg import native
+from varreg.engine.contribution import Outer, Partition
+from varreg.native import library, sums
+
+needs_compiler = pytest.mark.skipif(native.status() != "in use", reason=f"native kernel: {native.status()}")
+CLOSE = {torch.float32: {"rtol": 2e-4, "atol": 2e-4}, torch.float64: {"rtol": 1e-11, "atol": 1e-11}}
+
+
+def both_sums(c, groups):
+    """S and W of contributions `[b, …]`, by definition."""
+    parts = [
+        c[start : start + n * (last - first)].unflatten(0, (last - first, n)).sum(1) for first, last, start, n in runs(c, groups)
+    ]
+    sizes = torch.cat([torch.full((last - first,), n) for first, last, _, n in runs(c, groups)])
+    grouped = torch.cat(parts)
+    return grouped.sum(0), (grouped.square() / sizes.view(-1, *(1,) * (c.dim() - 1))).sum(0)
+
+
+def runs(c, groups):
+    return list(Partition(len(c), groups).runs())
+
+
+@needs_compiler
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(1, 9), st.integers(1, 20), st.integers(1, 40), st.integers(1, 70), st.integers(1, 9), st.integers(1, 3),
+    st.sampled_from([torch.float32, torch.float64]), st.booleans(),
+)  # fmt: skip
+def test_a_matrix_product_of_any_size(b, r, o, i, groups, threads, dtype, crossed):
+    torch.set_num_threads(threads)
+    groups = min(b, groups)
+    delta, a = torch.randn(b, r, o, dtype=dtype), torch.randn(b, i, r, dtype=dtype).mT
+    a = a if crossed else a.contiguous()
+    found = sums.outer(delta, a, groups, rows=True)
+    total, square = both_sums(torch.einsum("bro,bri->boi", delta, a), groups)
+    torch.testing.assert_close(found.total, total, **CLOSE[dtype])
+    torch.testing.assert_close(found.square, square, **CLOSE[dtype])
+    torch.testing.assert_close(found.rows, delta.sum(1), **CLOSE[dtype])
+
+
+@needs_compiler
+@pytest.mark.parametrize("at_once", [1, 1 << 10, 1 << 14])
+def test_a_product_in_pieces(at_once, monkeypatch):
+    """Packed a few groups at a time, with more products than one thread gets, and the last panel narrow."""
+    monkeypatch.setattr(sums, "_AT_ONCE", at_once)
+    torch.set_num_threads(2)
+    delta, a = torch.randn(11, 16, 50), torch.randn(11, 16, 75)
+    for groups in (11, 4, 1):
+        found = sums.outer(delta, a, groups)
+        total, square = both_sums(torch.einsum("bro,bri->boi", delta, a), groups)
+        torch.testing.assert_close(found.total, total, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(found.square, square, rtol=1e-11, atol=1e-11)
+
+
+CONVOLUTIONS = {  # channels, height, width, features, kernel, stride, padding, dilation
+    "one channel": (1, 12, 11, 20, (5, 5), 1, 0, 1),
+    "three channels": (3, 9, 8, 6, (5, 5), 1, 2, 1),
+    "taps as they lie": (20, 8, 8, 50, (5, 5), 1, 0, 1),
+    "full vectors": (32, 6, 6, 32, (3, 3), 1, 1, 1),
+    "stride": (8, 11, 10, 13, (3, 2), (2, 3), (1, 2), 1),
+    "dilation": (5, 12, 11, 7, (3, 2), 1, (2, 1), (2, 3)),
+    "dilation of lines": (5, 12, 11, 7, (3, 2), 1, (2, 1), (2, 1)),
+    "one pixel": (40, 5, 5, 30, (1, 1), 2, 0, 1),
+    "lines left over": (4, 10, 9, 5, (2, 2), 3, 0, 1),
+    "more padding than image": (2, 3, 3, 4, (3, 3), 2, 4, 1),
+    "shared sums": (96, 4, 4, 120, (3, 3), 1, 1, 1),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("order", ["contiguous", "channels last", "crossed"])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_convolution(name, order):
+    channels, height, width, features, kernel, stride, padding, dilation = CONVOLUTIONS[name]
+    weight = torch.randn(features, channels, *kernel)
+    x = torch.randn(6, channels, height, width)
+    dy = torch.randn_like(F.conv2d(x, weight, None, stride, padding, dilation))
+    c = torch.stack([_gradient(weight, x[i : i + 1], dy[i : i + 1], stride, padding, dilation) for i in range(6)])
+    if order == "channels last":
+        x, dy = (t.to(memory_format=torch.channels_last) for t in (x, dy))
+    elif order == "crossed":
+        x, dy = (t.mT.contiguous().mT for t in (x, dy))
+    pairs = [v if isinstance(v, tuple) else (v, v) for v in (stride, padding, dilation)]
+    for groups, threads, per in ((6, 1, 1), (6, 3, 1), (4, 2, 1), (1, 2, 1), (3, 2, 2), (2, 1, 2)):
+        torch.set_num_threads(threads)
+        found = sums.conv(x, dy, kernel, *pairs, groups, per, rows=True)
+        total, square = both_sums(c.unflatten(0, (-1, per)).sum(1), groups)
+        torch.testing.assert_close(found.total, total, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(found.square, square, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(found.rows, dy.sum((2, 3)).unflatten(0, (-1, per)).sum(1), rtol=1e-11, atol=1e-11)
+
+
+def _gradient(weight, x, dy, *how):
+    weight = weight.clone().requires_grad_()
+    return torch.autograd.grad(F.conv2d(x, weight, None, *how), weight, dy)[0]
+
+
+@needs_compiler
+def test_what_it_leaves_to_pytorch():
+    d, a = torch.randn(3, 4, 5), torch.randn(3, 4, 6)
+    assert sums.outer(d.bfloat16(), a.bfloat16(), 3) is None
+    assert sums.outer(d.float(), a, 3) is None
+    assert sums.outer(d[:0], a[:0], 0) is None
+    assert sums.outer(d[:, :0], a[:, :0], 3) is None
+    assert sums.conv(torch.randn(2, 3, 4, 4, 4), torch.randn(2, 3, 2, 2, 2), (3, 3, 3), (1,) * 3, (0,) * 3, (1,) * 3, 2) is None
+
+
+@needs_compiler
+def test_the_twin_has_the_same_numbers(monkeypatch):
+    model = torch.nn.Sequential(
+        *(
+            torch.nn.Conv2d(3, 8, 3, padding=1),
+            torch.nn.ReLU(),
+            torch.nn.Conv2d(8, 8, 3, stride=2, groups=2),
+            torch.nn.Flatten(2),
+        ),
+        *(torch.nn.Conv1d(8, 6, 3, dilation=2), torch.nn.Linear(45, 7), torch.nn.Flatten(), torch.nn.Linear(42, 5)),
+    )
+    x = torch.randn(9, 3, 15, 15)
+    found = {}
+    for kernels in ("native", "PyTorch"):
+        if kernels == "PyTorch":
+            monkeypatch.setattr(library, "load", lambda: (None, "switched off"))
+        for groups in (None, 4):
+            with varreg.observe(model, groups=groups):
+                model.zero_grad()
+                model(x).square().mean().backward()
+                found[kernels, groups] = [(m.total, m.square) for m in map(varreg.moments, model.parameters())]
+    for groups in (None, 4):
+        for ours, theirs in zip(found["native", groups], found["PyTorch", groups], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+
+
+@needs_compiler
+def test_per_sample_gradients_are_not_asked_for(monkeypatch):
+    """The fast path is the default path."""
+
+    def refuse(*_):
+        raise AssertionError("the twin ran")
+
+    monkeypatch.setattr(Outer, "groups", refuse)
+    monkeypatch.setattr("varreg.engine.contribution.Lazy.groups", refuse)
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.Flatten(2), torch.nn.Linear(16, 3))
+    with varreg.observe(model):
+        model(torch.randn(5, 1, 6, 6)).square().mean().backward()
+        assert all(varreg.moments(p).count == 5 for p in model.parameters())
+
+
+@needs_compiler
+def test_infinities_stay_where_they_are():
+    """In vectors that are filled up with whatever is there, nothing leaks into its neighbours."""
+    delta, a = torch.randn(3, 4, 5), torch.randn(3, 4, 21)
+    a[1, 2, 20] = torch.inf
+    found = sums.outer(delta, a, 3)
+    assert found.total[:, :20].isfinite().all()
+    assert not found.total[:, 20].isfinite().any()
+    x, dy = torch.randn(3, 2, 5, 5), torch.randn(3, 4, 3, 3)
+    x[2, 1, 0, 0] = torch.nan
+    found = sums.conv(x, dy, (3, 3), (1, 1), (0, 0), (1, 1), 3)
+    assert found.total[:, 0].isfinite().all()
+    assert found.total[:, 1, 0, 0].isnan().all()
+    assert found.total[:, 1].isnan().sum() == 4  # the corner pixel is seen by one place of the kernel alone
