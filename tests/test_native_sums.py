@@ -63,18 +63,22 @@ def test_a_product_in_pieces(at_once, monkeypatch):
         torch.testing.assert_close(found.square, square, rtol=1e-11, atol=1e-11)
 
 
-CONVOLUTIONS = {  # channels, height, width, features, kernel, stride, padding, dilation
-    "one channel": (1, 12, 11, 20, (5, 5), 1, 0, 1),
-    "three channels": (3, 9, 8, 6, (5, 5), 1, 2, 1),
-    "taps as they lie": (20, 8, 8, 50, (5, 5), 1, 0, 1),
-    "full vectors": (32, 6, 6, 32, (3, 3), 1, 1, 1),
-    "stride": (8, 11, 10, 13, (3, 2), (2, 3), (1, 2), 1),
-    "dilation": (5, 12, 11, 7, (3, 2), 1, (2, 1), (2, 3)),
-    "dilation of lines": (5, 12, 11, 7, (3, 2), 1, (2, 1), (2, 1)),
-    "one pixel": (40, 5, 5, 30, (1, 1), 2, 0, 1),
-    "lines left over": (4, 10, 9, 5, (2, 2), 3, 0, 1),
-    "more padding than image": (2, 3, 3, 4, (3, 3), 2, 4, 1),
-    "shared sums": (96, 4, 4, 120, (3, 3), 1, 1, 1),
+CONVOLUTIONS = {  # channels, height, width, features, kernel, stride, padding, dilation, parts
+    "one channel": (1, 12, 11, 20, (5, 5), 1, 0, 1, 1),
+    "three channels": (3, 9, 8, 6, (5, 5), 1, 2, 1, 1),
+    "taps as they lie": (20, 8, 8, 50, (5, 5), 1, 0, 1, 1),
+    "full vectors": (32, 6, 6, 32, (3, 3), 1, 1, 1, 1),
+    "stride": (8, 11, 10, 13, (3, 2), (2, 3), (1, 2), 1, 1),
+    "dilation": (5, 12, 11, 7, (3, 2), 1, (2, 1), (2, 3), 1),
+    "dilation of lines": (5, 12, 11, 7, (3, 2), 1, (2, 1), (2, 1), 1),
+    "one pixel": (40, 5, 5, 30, (1, 1), 2, 0, 1, 1),
+    "lines left over": (4, 10, 9, 5, (2, 2), 3, 0, 1, 1),
+    "more padding than image": (2, 3, 3, 4, (3, 3), 2, 4, 1, 1),
+    "shared sums": (96, 4, 4, 120, (3, 3), 1, 1, 1, 1),
+    "depthwise": (8, 9, 10, 8, (3, 3), 1, 1, 1, 8),
+    "depthwise, multiplied, stride": (5, 9, 10, 15, (3, 2), (2, 3), (1, 4), (1, 2), 5),
+    "depthwise, more padding than image": (2, 3, 3, 4, (3, 3), 2, 4, 1, 2),
+    "two parts": (6, 9, 10, 8, (3, 3), 1, 1, 1, 2),
 }
 
 
@@ -82,11 +86,11 @@ CONVOLUTIONS = {  # channels, height, width, features, kernel, stride, padding, 
 @pytest.mark.parametrize("order", ["contiguous", "channels last", "crossed"])
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_a_convolution(name, order):
-    channels, height, width, features, kernel, stride, padding, dilation = CONVOLUTIONS[name]
-    weight = torch.randn(features, channels, *kernel)
+    channels, height, width, features, kernel, stride, padding, dilation, parts = CONVOLUTIONS[name]
+    weight = torch.randn(features, channels // parts, *kernel)
     x = torch.randn(6, channels, height, width)
-    dy = torch.randn_like(F.conv2d(x, weight, None, stride, padding, dilation))
-    c = torch.stack([_gradient(weight, x[i : i + 1], dy[i : i + 1], stride, padding, dilation) for i in range(6)])
+    dy = torch.randn_like(F.conv2d(x, weight, None, stride, padding, dilation, parts))
+    c = torch.stack([_gradient(weight, x[i : i + 1], dy[i : i + 1], stride, padding, dilation, parts) for i in range(6)])
     if order == "channels last":
         x, dy = (t.to(memory_format=torch.channels_last) for t in (x, dy))
     elif order == "crossed":
@@ -94,7 +98,7 @@ def test_a_convolution(name, order):
     pairs = [v if isinstance(v, tuple) else (v, v) for v in (stride, padding, dilation)]
     for groups, threads, per in ((6, 1, 1), (6, 3, 1), (4, 2, 1), (1, 2, 1), (3, 2, 2), (2, 1, 2)):
         torch.set_num_threads(threads)
-        found = sums.conv(x, dy, kernel, *pairs, groups, per, rows=True)
+        found = sums.conv(x, dy, kernel, *pairs, groups, per=per, parts=parts, rows=True)
         total, square = both_sums(c.unflatten(0, (-1, per)).sum(1), groups)
         torch.testing.assert_close(found.total, total, rtol=1e-11, atol=1e-11)
         torch.testing.assert_close(found.square, square, rtol=1e-11, atol=1e-11)

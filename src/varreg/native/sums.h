@@ -269,7 +269,7 @@ static void NAME(join)(const NAME(shape) * s, const NAME(plan) * p, const REAL *
             }
 }
 
-static void NAME(pack)(const NAME(shape) * s, const NAME(plan) * p, int64_t image, const REAL *x, const REAL *delta, REAL *bias, REAL *frame,
+static void NAME(pack)(const NAME(shape) * s, const NAME(plan) * p, int64_t image, const REAL *x, const REAL *delta, REAL *bias, int64_t wide, REAL *frame,
                        REAL *images, REAL *deltas, int64_t index, int64_t count) {
     REAL *to = images + index * p->image;
     NAME(frame)(s, p, x + image * s->x_image, p->joined ? frame : to);
@@ -290,7 +290,7 @@ static void NAME(pack)(const NAME(shape) * s, const NAME(plan) * p, int64_t imag
                     total = NAME(sum)(line, p->r);
                 else
                     for (int64_t j = 0; j < p->r; j++) total += line[j * s->d_pixel];
-                bias[image * s->o + from + m] = total;
+                bias[image * wide + from + m] = total;
             }
     }
 }
@@ -308,8 +308,8 @@ static inline void NAME(tap)(const NAME(shape) * s, const NAME(plan) * p, int64_
     NAME(tiles)[mr - 1][nv - 1](units, n, deltas + count * p->r * from, b, &at, S + place, W + place, p->ld, share);
 }
 
-/* Returns how many numbers of scratch memory it needs, if there is none. */
-int64_t NAME(conv)(const NAME(shape) * s, const REAL *x, const REAL *delta, REAL *S, REAL *W, REAL *bias, REAL *scratch, int threads) {
+/* Returns how many numbers of scratch memory it needs, if there is none. `bias` is [images, wide]. */
+int64_t NAME(conv)(const NAME(shape) * s, const REAL *x, const REAL *delta, REAL *S, REAL *W, REAL *bias, REAL *scratch, int64_t wide, int threads) {
     const NAME(plan) p = NAME(plan_of)(s, threads);
     const NAME(groups) all = {s->groups, s->images / s->per / s->groups, s->images / s->per % s->groups};
     const int64_t most = (all.size + (all.larger > 0)) * s->per * p.at_once, slack = NV * LANES, own = s->o * p.ld;
@@ -328,7 +328,7 @@ int64_t NAME(conv)(const NAME(shape) * s, const REAL *x, const REAL *delta, REAL
             {
 #pragma omp for schedule(static)
                 for (int64_t k = 0; k < count; k++)
-                    NAME(pack)(s, &p, run.start * s->per + k, x, delta, bias, frames + THREAD * frame, images, deltas, k, count);
+                    NAME(pack)(s, &p, run.start * s->per + k, x, delta, bias, wide, frames + THREAD * frame, images, deltas, k, count);
 #pragma omp for schedule(static)
                 for (int64_t work = 0; work < taps * panels * blocks; work++) {
                     int64_t k = work % blocks, panel = work / blocks % panels, tap = work / blocks / panels;
@@ -348,7 +348,7 @@ int64_t NAME(conv)(const NAME(shape) * s, const REAL *x, const REAL *delta, REAL
             REAL *images = scratch + sums + THREAD * room, *deltas = images + count * p.image + slack;
             REAL *total = scratch + THREAD * 2 * own;
             for (int64_t k = 0; k < count; k++)
-                NAME(pack)(s, &p, run.start * s->per + k, x, delta, bias, frames + THREAD * frame, images, deltas, k, count);
+                NAME(pack)(s, &p, run.start * s->per + k, x, delta, bias, wide, frames + THREAD * frame, images, deltas, k, count);
             for (int64_t tap = 0; tap < taps; tap++)
                 for (int64_t panel = 0; panel < panels; panel++)
                     for (int64_t k = 0; k < blocks; k++)
@@ -371,6 +371,48 @@ int64_t NAME(conv)(const NAME(shape) * s, const REAL *x, const REAL *delta, REAL
                     W[to] = square;
                 }
     return 0;
+}
+
+/* Each output feature sees one input channel alone: S and W [o, 1, kh, kw], o a multiple of c. Nothing is packed. */
+static inline REAL NAME(seen)(const NAME(shape) * s, const REAL *x, const REAL *delta, int64_t ky, int64_t kx) {
+    const int64_t before = s->px - kx * s->dx, left = before > 0 ? (before + s->sx - 1) / s->sx : 0; /* of the pixels that see no padding */
+    const int64_t last = s->w - 1 + before, right = last < 0 ? 0 : last / s->sx + 1 < s->ow ? last / s->sx + 1 : s->ow;
+    REAL total = 0;
+    for (int64_t y = 0; y < s->oh; y++) {
+        int64_t line = y * s->sy + ky * s->dy - s->py;
+        if (line < 0 || line >= s->h) continue;
+        const REAL *from = x + line * s->x_row - before, *d = delta + y * s->ow;
+        REAL sum = 0;
+        if (s->sx == 1) {
+#pragma omp simd reduction(+ : sum)
+            for (int64_t k = left; k < right; k++) sum += from[k] * d[k];
+        } else
+            for (int64_t k = left; k < right; k++) sum += from[k * s->sx] * d[k];
+        total += sum;
+    }
+    return total;
+}
+
+void NAME(depthwise)(const NAME(shape) * s, const REAL *x, const REAL *delta, REAL *S, REAL *W, REAL *bias, int threads) {
+    const NAME(groups) all = {s->groups, s->images / s->per / s->groups, s->images / s->per % s->groups};
+    const int64_t taps = s->kh * s->kw, each = s->o / s->c;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t o = 0; o < s->o; o++) {
+        const REAL *plane = x + o / each * s->x_channel, *deltas = delta + o * s->d_channel;
+        for (int64_t t = 0; t < taps; t++) S[o * taps + t] = W[o * taps + t] = 0;
+        for (int64_t u = 0, first = 0; u < all.count; u++) {
+            const int64_t n = all.size + (u < all.larger), end = first + n * s->per;
+            for (int64_t t = 0; t < taps; t++) {
+                REAL c = 0;
+                for (int64_t k = first; k < end; k++) c += NAME(seen)(s, plane + k * s->x_image, deltas + k * s->d_image, t / s->kw, t % s->kw);
+                S[o * taps + t] += c;
+                W[o * taps + t] += c * c / (REAL)n;
+            }
+            if (bias)
+                for (int64_t k = first; k < end; k++) bias[k * s->o + o] = NAME(sum)(deltas + k * s->d_image, s->oh * s->ow);
+            first = end;
+        }
+    }
 }
 #undef UNROLL
 #undef VEC

@@ -14,6 +14,7 @@ from varreg.native import library
 
 _AT_ONCE = 1 << 20  # numbers that are packed at a time, unless a single group has more
 _WORTH_THREADS = 1 << 18  # products
+_PARTS = 64  # of a convolution's channels, which are worked on one after the other
 
 
 class Sums(NamedTuple):
@@ -51,39 +52,53 @@ def conv(
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
+    *,
     per: int = 1,
+    parts: int = 1,
     rows: bool = False,
 ) -> Sums | None:
-    """Of a convolution's kernel `[o, c, *kernel]`, from x `[b·per, c, …]` and δ `[b·per, o, …]`; None where it takes PyTorch.
+    """Of a convolution's kernel `[o, c/parts, *kernel]`, from x `[b·per, c, …]` and δ `[b·per, o, …]`; None where it takes PyTorch.
 
-    `padding` is what comes before the first pixel, and `per` how many images a sample has.
+    `padding` is what comes before the first pixel, `per` how many images a sample has, and `parts` into how many the convolution divides
+    its channels (what torch calls groups; here these are groups of samples).
     """
     if x.dim() not in (3, 4) or not (x.numel() and delta.numel() and library.serves(x, delta)):
         return None
-    shape = torch.Size((delta.shape[1], x.shape[1], *kernel))
+    (b, c), o = x.shape[:2], delta.shape[1]
+    if 1 < parts < c and parts > _PARTS:
+        return None
+    total, square = x.new_empty(2, o, c // parts, *kernel)
+    sums = x.new_empty(b, o) if rows else None
+    threads = torch.get_num_threads() if delta.numel() * total[0].numel() > _WORTH_THREADS else 1
     if x.dim() == 3:
         x, delta = x.unsqueeze(2), delta.unsqueeze(2)
         kernel, stride, padding, dilation = (1, *kernel), (1, *stride), (0, *padding), (1, *dilation)
-    x, delta = (_in_order(t) for t in (x, delta))
-    numbers = (
-        *(x.shape[0], per, groups, *x.shape[1:], *delta.shape[1:], *kernel, *stride, *padding, *dilation),
-        *(*x.stride(), delta.stride(0), *_pixels(delta)),
-    )
-    described = (ctypes.c_int64 * len(numbers))(*numbers)
-    total, square = x.new_empty(2, *shape)
-    sums = x.new_empty(x.shape[0], shape[0]) if rows else None
-    threads = torch.get_num_threads() if delta.numel() * total[0].numel() > _WORTH_THREADS else 1
-    given: tuple[Any, ...] = (x, delta, total, square, sums)
-    needs = library.call("conv", x.dtype, described, *(None,) * 6, threads)
-    library.call("conv", x.dtype, described, *given, scratch("native", (needs,), x), threads)
-    return Sums(total, square, sums if sums is None or per == 1 else sums.view(-1, per, shape[0]).sum(1))
 
+    def described(x: Tensor, delta: Tensor) -> Any:
+        pixels = (delta.shape[2] * delta.shape[3], 1) if delta.stride(3) == 1 else (delta.stride(1), delta.stride(3))
+        sizes = (*(b, per, groups, *x.shape[1:], *delta.shape[1:]), *kernel, *stride, *padding, *dilation)
+        return (ctypes.c_int64 * 24)(*sizes, *x.stride(), delta.stride(0), *pixels)
 
-def _in_order(t: Tensor) -> Tensor:
-    """`[b, c, h, w]` with its pixels, or its channels, side by side."""
-    return t if t.is_contiguous() or t.is_contiguous(memory_format=torch.channels_last) else t.contiguous()
-
-
-def _pixels(t: Tensor) -> tuple[int, int]:
-    """The strides of channels and pixels. A dimension of size 1 has one that says nothing."""
-    return (t.shape[2] * t.shape[3], 1) if t.is_contiguous() else (1, t.shape[1])
+    if 1 < parts == c:
+        x, delta = x.contiguous(), delta.contiguous()
+        library.call("depthwise", x.dtype, described(x, delta), x, delta, total, square, sums, threads)
+    else:
+        x, delta = (
+            t if parts == 1 and t.is_contiguous(memory_format=torch.channels_last) else t.contiguous() for t in (x, delta)
+        )
+        for k in range(parts):
+            ours, theirs = x[:, k * c // parts : (k + 1) * c // parts], delta[:, k * o // parts : (k + 1) * o // parts]
+            part = slice(k * o // parts, (k + 1) * o // parts)
+            shape, given = described(ours, theirs), (ours, theirs, total[part], square[part])
+            needs = library.call("conv", x.dtype, shape, *(None,) * 6, 0, threads)
+            library.call(
+                "conv",
+                x.dtype,
+                shape,
+                *given,
+                sums if sums is None else sums[:, part],
+                scratch("native", (needs,), x),
+                o,
+                threads,
+            )
+    return Sums(total, square, sums if sums is None or per == 1 else sums.view(-1, per, o).sum(1))

@@ -68,7 +68,8 @@ def _conv_weight(
 
     def sums(rows: bool) -> native.Sums | None:
         before = [first for first, _ in padding]
-        return None if groups > 1 else native.conv(x, dy, kernel, stride, before, dilation, call.partition.groups, images, rows)
+        how: dict[str, Any] = {"per": images, "parts": groups, "rows": rows}
+        return native.conv(x, dy, kernel, stride, before, dilation, call.partition.groups, **how)
 
     return Lazy(call.partition, shape, make, cost, sums)
 
