@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from varreg import native
 from varreg.memory import AT_MOST, scratch
 
 _LARGE = 1 << 15  # from here on, adding up group by group beats a reduction over groups
@@ -120,10 +121,16 @@ class Dense(Contribution):
         return part.unflatten(0, (last - first, n)).sum(1) if n > 1 else part.clone()
 
     def sums(self) -> tuple[Tensor | None, Tensor | None]:
+        if found := native.reduce.sums(self.values, self.partition.groups):
+            return found
         if not self.partition.batch or self.partition.groups != self.partition.batch:
             return super().sums()
         values = self.values.to(stat_dtype(self.values.dtype))
         return values.sum(0), values.square().sum(0)
+
+    def total(self) -> Tensor | None:
+        found = native.reduce.total(self.values)
+        return super().total() if found is None else found
 
 
 class Grouped(Contribution):

@@ -9,10 +9,12 @@ enum { RATIONAL, AFFINE };
 
 #define REAL float
 #define NAME(x) x##_float32
+#include "reduce.h"
 #include "step.h"
 #undef REAL
 #undef NAME
 
 #define REAL double
 #define NAME(x) x##_float64
+#include "reduce.h"
 #include "step.h"
