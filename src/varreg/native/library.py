@@ -46,17 +46,20 @@ def run(name: str, tensors: tuple[Tensor, ...], kinds: tuple[int, ...], numbers:
     getattr(library, f"{name}_{suffix}")(ctypes.c_int64(n), *pointers, *kinds, *map(real, numbers), threads)
 
 
-def call(
-    name: str, tensors: tuple[Tensor | None, ...], sizes: tuple[int, ...], options: tuple[int | float, ...], work: int
-) -> None:
-    """Call a function of the library for elements of the first tensor's type: tensors, sizes, other numbers, threads."""
-    library = load()[0]
-    assert library is not None
+def call(name: str, tensors: tuple[Tensor | None, ...], sizes: tuple[int, ...], numbers: tuple[float, ...], work: int) -> None:
+    """Call a function of the library for elements of the first tensor's type: tensors, sizes, numbers, threads for so much work."""
     assert tensors[0] is not None
-    pointers = (ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors)
-    numbers = (ctypes.c_double(o) if isinstance(o, float) else o for o in options)
+    function = _function(name, tensors[0].dtype, len(tensors), len(sizes), len(numbers))
     threads = torch.get_num_threads() if work >= 1 << 15 else 1
-    getattr(library, f"{name}_{_REALS[tensors[0].dtype][0]}")(*pointers, *map(ctypes.c_int64, sizes), *numbers, threads)
+    function(*[None if t is None else t.data_ptr() for t in tensors], *sizes, *numbers, threads)
+
+
+@functools.cache
+def _function(name: str, dtype: torch.dtype, tensors: int, sizes: int, numbers: int) -> Any:
+    function = getattr(load()[0], f"{name}_{_REALS[dtype][0]}")
+    function.argtypes = [ctypes.c_void_p] * tensors + [ctypes.c_int64] * sizes + [ctypes.c_double] * numbers + [ctypes.c_int]
+    function.restype = None
+    return function
 
 
 @functools.cache

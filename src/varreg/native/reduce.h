@@ -8,9 +8,16 @@ typedef REAL NAME(vec) __attribute__((vector_size(64), aligned(sizeof(REAL)), ma
 #define LANES ((int64_t)(64 / sizeof(REAL)))
 #define AT(p) (*(const NAME(vec) *)(p))
 
+typedef REAL NAME(half) __attribute__((vector_size(32)));
+typedef REAL NAME(quarter) __attribute__((vector_size(16)));
+
+/* The sum of a register, in halves. */
 static inline double NAME(lanes)(NAME(vec) a) {
+    union { NAME(vec) all; NAME(half) part[2]; } one = {a};
+    union { NAME(half) all; NAME(quarter) part[2]; } two = {one.part[0] + one.part[1]};
+    NAME(quarter) q = two.part[0] + two.part[1];
     double sum = 0;
-    for (int k = 0; k < LANES; k++) sum += a[k];
+    for (int k = 0; k < LANES / 4; k++) sum += q[k];
     return sum;
 }
 
@@ -80,18 +87,36 @@ static inline void NAME(statistics)(const REAL *x, int64_t n, int centre, double
     *rstd = 1 / sqrt(second / n - *rest * *rest + eps);
 }
 
-/* S and W of contributions that are at hand, [b, n] with rows `stride` apart. Sums over many samples are in double precision: where all
-   samples agree, the small difference of S^2 and m W tells. */
+/* S and W of contributions that are at hand, [b, n] with rows `stride` apart. Sums over many samples are in double precision, and of
+   at most 64 groups at a time: where all samples agree, S^2 and m W must, and one addition after the other would drift. */
 void NAME(sums)(const REAL *values, REAL *total, REAL *square, int64_t batch, int64_t groups, int64_t n, int64_t stride, int threads) {
     enum { BLOCK = 512 };
     int64_t size = batch / groups, larger = batch % groups;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int64_t first = 0; first < n; first += BLOCK) {
         int64_t width = n - first < BLOCK ? n - first : BLOCK;
-        double s[BLOCK] = {0}, w[BLOCK] = {0}, c[BLOCK];
+        double all_s[BLOCK] = {0}, all_w[BLOCK] = {0}, s[BLOCK] = {0}, w[BLOCK] = {0}, c[BLOCK];
         const REAL *v = values + first;
-        for (int64_t u = 0; u < groups; u++) {
+        for (int64_t u = 0, full = 64; u < groups; u++) {
+            if (u >= full) {
+                for (int64_t j = 0; j < width; j++) {
+                    all_s[j] += s[j];
+                    all_w[j] += w[j];
+                    s[j] = w[j] = 0;
+                }
+                full = u + 64;
+            }
             int64_t members = size + (u < larger);
+            if (members == 1 && u + 4 <= groups) { /* later groups are no larger */
+                for (int64_t j = 0; j < width; j++) {
+                    double p = v[j], q = v[j + stride], x = v[j + 2 * stride], y = v[j + 3 * stride];
+                    s[j] += (p + q) + (x + y);
+                    w[j] += (p * p + q * q) + (x * x + y * y);
+                }
+                v += 4 * stride;
+                u += 3;
+                continue;
+            }
             if (members == 1) {
                 for (int64_t j = 0; j < width; j++) {
                     double one = v[j];
@@ -110,9 +135,9 @@ void NAME(sums)(const REAL *values, REAL *total, REAL *square, int64_t batch, in
                 w[j] += c[j] * c[j] / members;
             }
         }
-        for (int64_t j = 0; j < width; j++) total[first + j] = (REAL)s[j];
+        for (int64_t j = 0; j < width; j++) total[first + j] = (REAL)(all_s[j] + s[j]);
         if (square)
-            for (int64_t j = 0; j < width; j++) square[first + j] = (REAL)w[j];
+            for (int64_t j = 0; j < width; j++) square[first + j] = (REAL)(all_w[j] + w[j]);
     }
 }
 
@@ -163,7 +188,7 @@ void NAME(norm_channels)(const REAL *x, const REAL *dy, const REAL *mean, const 
 /* Per sample and feature: sum dy xhat, and sum dy, for x and dy [b, r, f] normalized over features, with any distance between samples and
    between rows. */
 void NAME(norm_rows)(const REAL *x, const REAL *dy, REAL *weight, REAL *bias, int64_t batch, int64_t rows, int64_t n, int64_t x_by_sample,
-                     int64_t x_by_row, int64_t dy_by_sample, int64_t dy_by_row, int centre, double eps, int threads) {
+                     int64_t x_by_row, int64_t dy_by_sample, int64_t dy_by_row, int64_t centre, double eps, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int64_t b = 0; b < batch; b++) {
         REAL *restrict w = weight + b * n, *restrict s = bias + b * n;

@@ -59,8 +59,8 @@ def norm_rows(x: Tensor, dy: Tensor, eps: float, centre: bool = True) -> tuple[T
         return None
     x, dy = _near(x, 2), _near(dy, 2)
     weight, bias = dy.new_empty(2, dy.shape[0], *dy.shape[2:])
-    sizes = *dy.shape[:2], math.prod(dy.shape[2:]), *x.stride()[:2], *dy.stride()[:2]
-    library.call("norm_rows", (x, dy, weight, bias), sizes, (int(centre), float(eps)), dy.numel())
+    sizes = *dy.shape[:2], math.prod(dy.shape[2:]), *x.stride()[:2], *dy.stride()[:2], int(centre)
+    library.call("norm_rows", (x, dy, weight, bias), sizes, (eps,), dy.numel())
     return weight, bias
 
 
@@ -74,7 +74,7 @@ def norm_channels(
     mean = None if mean is None else mean.to(x.dtype).contiguous()
     weight, bias = dy.new_empty(2, *dy.shape[:2])
     sizes = *dy.shape[:2], math.prod(dy.shape[2:]), groups
-    library.call("norm_channels", (x.contiguous(), dy.contiguous(), mean, rstd, weight, bias), sizes, (float(eps),), dy.numel())
+    library.call("norm_channels", (x.contiguous(), dy.contiguous(), mean, rstd, weight, bias), sizes, (eps,), dy.numel())
     return weight, bias
 
 
@@ -96,8 +96,8 @@ def lookup(
 
 
 def _serves(*tensors: Tensor) -> bool:
-    """Does the library know them, and is there memory behind them? A gradient may come from `torch.func`, or be of a subclass."""
-    plain = all(type(t) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
+    """Does the library know them, and is there memory behind them? A gradient may be one of a batch of them, or of a subclass."""
+    plain = all(type(t) is Tensor and torch._C._has_storage(t) for t in tensors)
     return plain and library.serves(*tensors)
 
 
