@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from varreg import native
 from varreg.memory import AT_MOST, scratch
-from varreg.native import sums as native
 
 _LARGE = 1 << 15  # from here on, adding up group by group beats a reduction over groups
 
@@ -124,10 +124,16 @@ class Dense(Contribution):
         return part.unflatten(0, (last - first, n)).sum(1) if n > 1 else part.clone()
 
     def sums(self) -> tuple[Tensor | None, Tensor | None]:
+        if found := native.reduce.sums(self.values, self.partition.groups):
+            return found
         if not self.partition.batch or self.partition.groups != self.partition.batch:
             return super().sums()
         values = self.values.to(stat_dtype(self.values.dtype))
         return values.sum(0), values.square().sum(0)
+
+    def total(self) -> Tensor | None:
+        found = native.reduce.total(self.values)
+        return super().total() if found is None else found
 
 
 class Grouped(Contribution):
@@ -160,7 +166,7 @@ class Outer(Contribution):
 
     def sums(self) -> tuple[Tensor | None, Tensor | None]:
         if self.delta.shape[1] != 1 or self.partition.groups != self.partition.batch or not self.partition.batch:
-            found = native.outer(self.delta, self.a, self.partition.groups, self.wants_rows)
+            found = native.sums.outer(self.delta, self.a, self.partition.groups, self.wants_rows)
             if found is None:
                 return super().sums()
             self.rows = found.rows
@@ -208,7 +214,7 @@ class Lazy(Contribution):
         shape: torch.Size,
         make: Callable[[int, int, int, int], Tensor],
         cost: Callable[[int], int] | None = None,
-        sums: Callable[[bool], native.Sums | None] | None = None,
+        sums: Callable[[bool], native.sums.Sums | None] | None = None,
     ):
         super().__init__(partition, shape)
         self._make, self._cost, self._sums = make, cost, sums

@@ -4,7 +4,8 @@ They are compiled at first use, if a C compiler is at hand, and kept in the user
 operations: slower, with the same numbers. `VARREG_NATIVE=0` asks for that.
 """
 
+from varreg.native import reduce, sums
 from varreg.native.library import status
 from varreg.native.step import lambdas, variance
 
-__all__ = ["lambdas", "status", "variance"]
+__all__ = ["lambdas", "reduce", "status", "sums", "variance"]

@@ -27,14 +27,21 @@ enum { RATIONAL, AFFINE };
 #endif
 #define NV 2
 
+#define LANES ((int64_t)(VECTOR / sizeof(REAL)))
+#define AT(p) (*(NAME(vec) *)(p)) /* a vector, at any address */
+
 #define REAL float
 #define NAME(x) x##_float32
+typedef REAL NAME(vec) __attribute__((vector_size(VECTOR), aligned(sizeof(REAL)), may_alias));
 #include "step.h"
+#include "reduce.h"
 #include "sums.h"
 #undef REAL
 #undef NAME
 
 #define REAL double
 #define NAME(x) x##_float64
+typedef REAL NAME(vec) __attribute__((vector_size(VECTOR), aligned(sizeof(REAL)), may_alias));
 #include "step.h"
+#include "reduce.h"
 #include "sums.h"

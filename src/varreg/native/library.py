@@ -42,25 +42,27 @@ def run(name: str, tensors: tuple[Tensor, ...], kinds: tuple[int, ...], numbers:
     assert library is not None
     suffix, real = _REALS[tensors[0].dtype]
     pointers = (ctypes.c_void_p(t.data_ptr()) for t in tensors)
-    threads = torch.get_num_threads() if n >= 1 << 15 else 1
+    threads = threads_for(n)
     getattr(library, f"{name}_{suffix}")(ctypes.c_int64(n), *pointers, *kinds, *map(real, numbers), threads)
 
 
-def call(name: str, dtype: torch.dtype, *arguments: Any) -> int:
-    """Call a function of the library for numbers of this type, with tensors (or None), whole numbers of 64 bits, and the number of threads."""
-    library = load()[0]
-    assert library is not None
-    *most, threads = arguments
-    given = [
-        ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else ctypes.c_int64(x) if isinstance(x, int) else x for x in most
-    ]
-    return _function(library, f"{name}_{_REALS[dtype][0]}")(*given, threads)  # type: ignore[no-any-return]
+def threads_for(work: int) -> int:
+    """Torch's own, where there is enough to do."""
+    return torch.get_num_threads() if work >= 1 << 15 else 1
+
+
+def call(name: str, tensors: tuple[Tensor | None, ...], sizes: tuple[int, ...], numbers: tuple[float, ...], threads: int) -> None:
+    """Call a function of the library for elements of the first tensor's type: tensors, sizes, numbers, threads."""
+    assert tensors[0] is not None
+    function = _function(name, tensors[0].dtype, len(tensors), len(sizes), len(numbers))
+    function(*[None if t is None else t.data_ptr() for t in tensors], *sizes, *numbers, threads)
 
 
 @functools.cache
-def _function(library: ctypes.CDLL, name: str) -> Any:
-    function = library[name]
-    function.restype = ctypes.c_int64
+def _function(name: str, dtype: torch.dtype, tensors: int, sizes: int, numbers: int) -> Any:
+    function = getattr(load()[0], f"{name}_{_REALS[dtype][0]}")
+    function.argtypes = [ctypes.c_void_p] * tensors + [ctypes.c_int64] * sizes + [ctypes.c_double] * numbers + [ctypes.c_int]
+    function.restype = None
     return function
 
 

@@ -4,35 +4,31 @@
 
    A tile is MR output features times NV vectors of input features. delta comes packed, so that the MR numbers of a row lie side by side. */
 
-typedef REAL NAME(vec) __attribute__((vector_size(VECTOR), aligned(sizeof(REAL)), may_alias));
-#define VEC NAME(vec)
-#define LANES ((int64_t)(VECTOR / sizeof(REAL)))
-
 /* Where the rows of one sample's input features are: `outer` times `inner` of them (a convolution's output lines, and the pixels of a line). */
 typedef struct {
     int64_t sample, outer, inner, outer_step, inner_step;
-} NAME(rows);
+} NAME(lines);
 
 #define UNROLL _Pragma("GCC unroll 12")
 static inline __attribute__((always_inline)) void NAME(tile)(const int mr, const int nv, int64_t units, int64_t n, const REAL *a, const REAL *b,
-                                                             const NAME(rows) * at, REAL *restrict S, REAL *restrict W, int64_t ld, REAL share) {
+                                                             const NAME(lines) * at, REAL *restrict S, REAL *restrict W, int64_t ld, REAL share) {
     for (int64_t u = 0; u < units; u++) {
-        VEC c[MR][NV];
+        NAME(vec) c[MR][NV];
         UNROLL for (int m = 0; m < mr; m++)
-            UNROLL for (int v = 0; v < nv; v++) c[m][v] = (VEC){0};
+            UNROLL for (int v = 0; v < nv; v++) c[m][v] = (NAME(vec)){0};
         for (int64_t s = 0; s < n; s++, b += at->sample)
             for (int64_t j = 0; j < at->outer; j++) {
                 const REAL *row = b + j * at->outer_step;
                 for (int64_t i = 0; i < at->inner; i++, row += at->inner_step, a += mr) {
-                    VEC x[NV];
-                    UNROLL for (int v = 0; v < nv; v++) x[v] = *(const VEC *)(row + v * LANES);
+                    NAME(vec) x[NV];
+                    UNROLL for (int v = 0; v < nv; v++) x[v] = AT(row + v * LANES);
                     UNROLL for (int m = 0; m < mr; m++)
                         UNROLL for (int v = 0; v < nv; v++) c[m][v] += x[v] * a[m];
                 }
             }
         UNROLL for (int m = 0; m < mr; m++)
             UNROLL for (int v = 0; v < nv; v++) {
-                VEC *total = (VEC *)(S + m * ld + v * LANES), *square = (VEC *)(W + m * ld + v * LANES);
+                NAME(vec) *total = (NAME(vec) *)(S + m * ld + v * LANES), *square = (NAME(vec) *)(W + m * ld + v * LANES);
                 *total += c[m][v];
                 *square += c[m][v] * (c[m][v] * share);
             }
@@ -40,7 +36,7 @@ static inline __attribute__((always_inline)) void NAME(tile)(const int mr, const
 }
 
 #define TILE(M, V)                                                                                                                              \
-    static __attribute__((noinline)) void NAME(tile##M##x##V)(int64_t units, int64_t n, const REAL *a, const REAL *b, const NAME(rows) * at, REAL *S, REAL *W, \
+    static __attribute__((noinline)) void NAME(tile##M##x##V)(int64_t units, int64_t n, const REAL *a, const REAL *b, const NAME(lines) * at, REAL *S, REAL *W, \
                                                               int64_t ld, REAL share) {                                                         \
         NAME(tile)(M, V, units, n, a, b, at, S, W, ld, share);                                                                                  \
     }
@@ -49,7 +45,7 @@ TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6)
 #if MR == 12
 TILES(7) TILES(8) TILES(9) TILES(10) TILES(11) TILES(12)
 #endif
-typedef void (*NAME(tile_of))(int64_t, int64_t, const REAL *, const REAL *, const NAME(rows) *, REAL *, REAL *, int64_t, REAL);
+typedef void (*NAME(tile_of))(int64_t, int64_t, const REAL *, const REAL *, const NAME(lines) *, REAL *, REAL *, int64_t, REAL);
 #define BOTH(M) {NAME(tile##M##x1), NAME(tile##M##x2)}
 static const NAME(tile_of) NAME(tiles)[MR][NV] = {BOTH(1), BOTH(2), BOTH(3), BOTH(4), BOTH(5), BOTH(6),
 #if MR == 12
@@ -98,12 +94,12 @@ static inline void NAME(copy)(const REAL *restrict from, int64_t stride, REAL *r
     int64_t j = 0, vectors = (columns + LANES - 1) / LANES;
     int64_t over = vectors * LANES, whole = rows - (over - columns + (step < stride ? step : stride) - 1) / (step < stride ? step : stride);
     if (vectors == 1)
-        for (; j < whole; j++) *(VEC *)(to + j * step) = *(const VEC *)(from + j * stride);
+        for (; j < whole; j++) AT(to + j * step) = AT(from + j * stride);
     else if (vectors == 2)
         for (; j < whole; j++) {
-            VEC one = *(const VEC *)(from + j * stride), two = *(const VEC *)(from + j * stride + LANES);
-            *(VEC *)(to + j * step) = one;
-            *(VEC *)(to + j * step + LANES) = two;
+            NAME(vec) one = AT(from + j * stride), two = AT(from + j * stride + LANES);
+            AT(to + j * step) = one;
+            AT(to + j * step + LANES) = two;
         }
     for (; j < rows; j++)
         for (int64_t k = 0; k < columns; k++) to[j * step + k] = from[j * stride + k];
@@ -135,8 +131,8 @@ static inline NAME(run) NAME(run_from)(int64_t first, NAME(groups) g, int64_t at
 
 /* ---- dense layers: delta [b, r, o], a [b, r, i]; S and W [o, i] are added to ---- */
 
-void NAME(outer)(int64_t batch, int64_t groups, int64_t r, int64_t o, int64_t i, const REAL *delta, const REAL *a, REAL *S, REAL *W, REAL *bias,
-                 REAL *scratch, int64_t at_once, int threads) {
+void NAME(outer)(const REAL *delta, const REAL *a, REAL *S, REAL *W, REAL *bias, REAL *scratch, int64_t batch, int64_t groups, int64_t r, int64_t o, int64_t i,
+                 int64_t at_once, int threads) {
     const int64_t width = NV * LANES, panels = (i + width - 1) / width, blocks = NAME(blocks_of)(o);
     const NAME(groups) all = {groups, batch / groups, batch % groups};
     for (int64_t first = 0; first < groups;) {
@@ -144,7 +140,7 @@ void NAME(outer)(int64_t batch, int64_t groups, int64_t r, int64_t o, int64_t i,
         const int64_t units = run.end - first, n = run.n, rows = units * n * r;
         const int64_t split = panels % threads && panels < 8 * threads ? threads : 1; /* of the blocks, where panels cannot be shared out evenly */
         const REAL *d = delta + run.start * r * o, *x = a + run.start * r * i, share = (REAL)1 / (REAL)n;
-        const NAME(rows) at = {n * r * width, 1, n * r, 0, width}; /* a group's rows lie one after the other */
+        const NAME(lines) at = {n * r * width, 1, n * r, 0, width}; /* a group's rows lie one after the other */
 #pragma omp parallel num_threads(threads)
         {
             REAL *panel = scratch + rows * o + LANES + THREAD * (rows * width + LANES);
@@ -200,6 +196,7 @@ void NAME(outer)(int64_t batch, int64_t groups, int64_t r, int64_t o, int64_t i,
 typedef struct {
     int64_t images, per, groups, c, h, w, o, oh, ow, kh, kw, sy, sx, py, px, dy, dx;
     int64_t x_image, x_channel, x_row, x_column, d_image, d_channel, d_pixel; /* strides; one of channel and column, or pixel, is 1 */
+    int64_t scratch;                                                          /* numbers of memory, found out */
 } NAME(shape);
 
 typedef struct {
@@ -301,21 +298,22 @@ static inline void NAME(tap)(const NAME(shape) * s, const NAME(plan) * p, int64_
     int64_t from = NAME(begin)(k, s->o), mr = NAME(begin)(k + 1, s->o) - from, count = units * n;
     int64_t vectors = p->padded / LANES, nv = vectors - panel * NV < NV ? vectors - panel * NV : NV, column = panel * NV * LANES;
     int64_t ky = s->dx == 1 ? tap : tap / s->kw, kx = s->dx == 1 ? 0 : tap % s->kw;
-    NAME(rows) at = {p->image, s->oh, s->ow, s->sy * p->frame_w * s->c, s->sx * s->c};
+    NAME(lines) at = {p->image, s->oh, s->ow, s->sy * p->frame_w * s->c, s->sx * s->c};
     if (p->joined) at.outer = 1, at.inner = p->r, at.inner_step = p->joined;
     const REAL *b = images + (p->joined ? 0 : (ky * s->dy * p->frame_w + kx * s->dx) * s->c) + column;
     int64_t place = from * p->ld + tap * p->padded + column;
     NAME(tiles)[mr - 1][nv - 1](units, n, deltas + count * p->r * from, b, &at, S + place, W + place, p->ld, share);
 }
 
-/* Returns how many numbers of scratch memory it needs, if there is none. `bias` is [images, wide]. */
-int64_t NAME(conv)(const NAME(shape) * s, const REAL *x, const REAL *delta, REAL *S, REAL *W, REAL *bias, REAL *scratch, int64_t wide, int threads) {
+/* `bias` is [images, wide]. Without scratch memory, nothing is done but to say how much it needs. */
+void NAME(conv)(const REAL *x, const REAL *delta, REAL *S, REAL *W, REAL *bias, REAL *scratch, NAME(shape) * s, int64_t wide, int threads) {
     const NAME(plan) p = NAME(plan_of)(s, threads);
     const NAME(groups) all = {s->groups, s->images / s->per / s->groups, s->images / s->per % s->groups};
     const int64_t most = (all.size + (all.larger > 0)) * s->per * p.at_once, slack = NV * LANES, own = s->o * p.ld;
     const int64_t room = most * (p.image + p.r * s->o) + 2 * slack, frame = p.joined ? p.frame + slack : 0;
     const int64_t rooms = p.shared ? 1 : threads, sums = 2 * own * rooms;
-    if (!scratch) return sums + rooms * room + threads * frame;
+    s->scratch = sums + rooms * room + threads * frame;
+    if (!scratch) return;
     const int64_t taps = p.joined ? 1 : p.taps, blocks = NAME(blocks_of)(s->o), panels = (p.padded / LANES + NV - 1) / NV;
     memset(scratch, 0, sums * sizeof(REAL));
     REAL *frames = scratch + sums + rooms * room;
@@ -370,7 +368,6 @@ int64_t NAME(conv)(const NAME(shape) * s, const REAL *x, const REAL *delta, REAL
                     S[to] = total;
                     W[to] = square;
                 }
-    return 0;
 }
 
 /* Each output feature sees one input channel alone: S and W [o, 1, kh, kw], o a multiple of c. Nothing is packed. */
@@ -393,7 +390,7 @@ static inline REAL NAME(seen)(const NAME(shape) * s, const REAL *x, const REAL *
     return total;
 }
 
-void NAME(depthwise)(const NAME(shape) * s, const REAL *x, const REAL *delta, REAL *S, REAL *W, REAL *bias, int threads) {
+void NAME(depthwise)(const REAL *x, const REAL *delta, REAL *S, REAL *W, REAL *bias, const NAME(shape) * s, int threads) {
     const NAME(groups) all = {s->groups, s->images / s->per / s->groups, s->images / s->per % s->groups};
     const int64_t taps = s->kh * s->kw, each = s->o / s->c;
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -415,5 +412,3 @@ void NAME(depthwise)(const NAME(shape) * s, const REAL *x, const REAL *delta, RE
     }
 }
 #undef UNROLL
-#undef VEC
-#undef LANES

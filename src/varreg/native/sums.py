@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +39,7 @@ def outer(delta: Tensor, a: Tensor, groups: int, rows: bool = False) -> Sums | N
     group = -(-b // groups) * r
     at_once = min(max(1, _AT_ONCE // (group * (o + 32 * threads))), groups)
     room = scratch("native", (group * at_once * (o + 32 * threads) + 64 * (threads + 1),), delta)
-    library.call("outer", delta.dtype, b, groups, r, o, i, delta, a, total, square, sums, room, at_once, threads)
+    library.call("outer", (delta, a, total, square, sums, room), (b, groups, r, o, i, at_once), (), threads)
     return Sums(total, square, sums)
 
 
@@ -74,14 +73,14 @@ def conv(
         x, delta = x.unsqueeze(2), delta.unsqueeze(2)
         kernel, stride, padding, dilation = (1, *kernel), (1, *stride), (0, *padding), (1, *dilation)
 
-    def described(x: Tensor, delta: Tensor) -> Any:
+    def described(x: Tensor, delta: Tensor) -> Tensor:
         pixels = (delta.shape[2] * delta.shape[3], 1) if delta.stride(3) == 1 else (delta.stride(1), delta.stride(3))
         sizes = (*(b, per, groups, *x.shape[1:], *delta.shape[1:]), *kernel, *stride, *padding, *dilation)
-        return (ctypes.c_int64 * 24)(*sizes, *x.stride(), delta.stride(0), *pixels)
+        return torch.tensor([*sizes, *x.stride(), delta.stride(0), *pixels, 0])
 
     if 1 < parts == c:
         x, delta = x.contiguous(), delta.contiguous()
-        library.call("depthwise", x.dtype, described(x, delta), x, delta, total, square, sums, threads)
+        library.call("depthwise", (x, delta, total, square, sums, described(x, delta)), (), (), threads)
     else:
         x, delta = (
             t if parts == 1 and t.is_contiguous(memory_format=torch.channels_last) else t.contiguous() for t in (x, delta)
@@ -89,16 +88,10 @@ def conv(
         for k in range(parts):
             ours, theirs = x[:, k * c // parts : (k + 1) * c // parts], delta[:, k * o // parts : (k + 1) * o // parts]
             part = slice(k * o // parts, (k + 1) * o // parts)
-            shape, given = described(ours, theirs), (ours, theirs, total[part], square[part])
-            needs = library.call("conv", x.dtype, shape, *(None,) * 6, 0, threads)
-            library.call(
-                "conv",
-                x.dtype,
-                shape,
-                *given,
-                sums if sums is None else sums[:, part],
-                scratch("native", (needs,), x),
-                o,
-                threads,
+            shape, given = (
+                described(ours, theirs),
+                (ours, theirs, total[part], square[part], None if sums is None else sums[:, part]),
             )
+            library.call("conv", (*given, None, shape), (o,), (), threads)
+            library.call("conv", (*given, scratch("native", (int(shape[-1]),), x), shape), (o,), (), threads)
     return Sums(total, square, sums if sums is None or per == 1 else sums.view(-1, per, o).sum(1))

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from varreg import native
 from varreg.engine.contribution import Contribution, Lazy
 from varreg.engine.rules.rule import Call, Contributions, batch_first, bias_of, channel_sums, images, rule
 from varreg.memory import scratch
-from varreg.native import sums as native
 
 
 def _tuple(value: Any, n: int) -> tuple[int, ...]:
@@ -66,10 +66,10 @@ def _conv_weight(
     def cost(n: int) -> int:
         return n * images * groups * max(i * features, i * r)
 
-    def sums(rows: bool) -> native.Sums | None:
+    def sums(rows: bool) -> native.sums.Sums | None:
         before = [first for first, _ in padding]
         how: dict[str, Any] = {"per": images, "parts": groups, "rows": rows}
-        return native.conv(x, dy, kernel, stride, before, dilation, call.partition.groups, **how)
+        return native.sums.conv(x, dy, kernel, stride, before, dilation, call.partition.groups, **how)
 
     return Lazy(call.partition, shape, make, cost, sums)
 

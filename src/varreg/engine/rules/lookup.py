@@ -2,45 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from varreg.engine.contribution import Contribution, Lazy, Partition, stat_dtype
+from varreg import native
+from varreg.engine.contribution import Contribution, Partition, stat_dtype
 from varreg.engine.layout import samples
 from varreg.engine.rules.rule import Call, Contributions, batch_first, rule
 
 
-def _lookup(call: Call, shape: torch.Size, ids: Tensor, dy: Tensor, skip: int | None) -> Contribution:
-    """Rows `ids [b, r]` of a table receive `dy [b, r, features]`."""
-    vocabulary = shape[0]
-    if skip is not None:
-        dy = dy.masked_fill((ids == skip % vocabulary).unsqueeze(-1), 0)
+class SparseRows(Contribution):
+    """A lookup: the rows `ids [b, r]` of a table receive `dy [b, r, features]`, but for the row `skip`.
 
-    def make(first: int, last: int, start: int, n: int) -> Tensor:
+    Only the rows that a group looked up are not zero, so only these are squared.
+    """
+
+    def __init__(self, partition: Partition, shape: torch.Size, ids: Tensor, dy: Tensor, skip: int | None):
+        super().__init__(partition, shape)
+        self.ids, self._dy, self._skip = ids, dy, None if skip is None else skip % shape[0]
+
+    @functools.cached_property
+    def dy(self) -> Tensor:
+        """Zero where the row is skipped."""
+        return self._dy if self._skip is None else self._dy.masked_fill((self.ids == self._skip).unsqueeze(-1), 0)
+
+    def groups(self, first: int, last: int, start: int, n: int) -> Tensor:
         part = slice(start, start + (last - first) * n)
-        group = torch.arange(last - first, device=ids.device).repeat_interleave(n)
-        flat = (ids[part] + (group * vocabulary).unsqueeze(1)).flatten()
-        out = dy.new_zeros((last - first) * vocabulary, shape[1])
-        return out.index_add_(0, flat, dy[part].flatten(0, 1)).view(last - first, *shape)
-
-    return SparseRows(call.partition, shape, ids, dy, make)
-
-
-class SparseRows(Lazy):
-    """A lookup's contributions: only the rows that a group looked up are not zero, so only these are squared."""
-
-    def __init__(
-        self, partition: Partition, shape: torch.Size, ids: Tensor, dy: Tensor, make: Callable[[int, int, int, int], Tensor]
-    ):
-        super().__init__(partition, shape, make)
-        self.ids, self.dy = ids, dy
+        group = torch.arange(last - first, device=self.ids.device).repeat_interleave(n)
+        flat = (self.ids[part] + (group * self.shape[0]).unsqueeze(1)).flatten()
+        out = self.dy.new_zeros((last - first) * self.shape[0], self.shape[1])
+        return out.index_add_(0, flat, self.dy[part].flatten(0, 1)).view(last - first, *self.shape)
 
     def sums(self) -> tuple[Tensor | None, Tensor | None]:
         if not self.partition.batch:
             return None, None
+        if found := native.reduce.lookup(self.ids, self._dy, self.shape, self.partition.groups, self._skip):
+            return found
         vocabulary, features = self.shape
         dtype = stat_dtype(self.dy.dtype)
         sizes = [n for first, last, _, n in self.partition.runs() for _ in range(last - first)]
@@ -55,6 +55,8 @@ class SparseRows(Lazy):
         return total, square
 
     def total(self) -> Tensor | None:
+        if self.partition.batch and (found := native.reduce.lookup(self.ids, self._dy, self.shape, 1, self._skip, squares=False)):
+            return found[0]
         zeros = self.dy.new_zeros(self.shape)
         return zeros.index_add_(0, self.ids.flatten(), self.dy.flatten(0, 1))
 
@@ -76,7 +78,7 @@ def embedding(
         raise ValueError(f"varreg: an embedding with {which} is not supported; set it to False.")
     at = call.layouts["input"]
     ids = samples(input, at).reshape(at.batch, -1)
-    return {"weight": _lookup(call, call.shapes["weight"], ids, call.rows(grads[0]), padding_idx)}
+    return {"weight": SparseRows(call.partition, call.shapes["weight"], ids, call.rows(grads[0]), padding_idx)}
 
 
 @rule(F.embedding_bag, saves="input offsets per_sample_weights weight", serves="weight", when=batch_first)
@@ -133,5 +135,5 @@ def embedding_bag(
         ids = flat.new_zeros(len(dy), longest).index_put((bag, position), flat)
         padded = share.new_zeros(len(dy), longest, share.shape[1]).index_put((bag, position), share)
         ids, padded = samples(ids, call.out).reshape(call.out.batch, -1), call.rows(padded)
-        out["weight"] = _lookup(call, call.shapes["weight"], ids, padded, None)
+        out["weight"] = SparseRows(call.partition, call.shapes["weight"], ids, padded, None)
     return out

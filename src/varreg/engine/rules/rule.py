@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from varreg import native
 from varreg.engine.contribution import Contribution, Dense, Lazy, Outer, Partition, Rows
 from varreg.engine.layout import Layout, rows, samples
 
@@ -97,7 +98,10 @@ def batch_first(call: Call) -> bool:
 
 def row_sums(call: Call, t: Tensor) -> Dense:
     """`[b, r, *shape]` → Σ_r: the contribution of whatever is added to every row."""
-    return Dense(call.partition, t.sum(1) if t.shape[1] != 1 else t[:, 0])
+    if t.shape[1] == 1:
+        return Dense(call.partition, t[:, 0])
+    found = native.reduce.rows(t)
+    return Dense(call.partition, t.sum(1) if found is None else found)
 
 
 def bias_of(weight: Contribution | None, make: Callable[[], Contribution]) -> Contribution:
@@ -112,7 +116,7 @@ def images(t: Tensor, at: Layout) -> Tensor:
 
 def channel_sums(call: Call, t: Tensor) -> Dense:
     """`[b·k, c, …]` → `[b, c]`."""
-    summed = t.flatten(2).sum(2) if t.dim() > 2 else t
-    return Dense(
-        call.partition, summed.reshape(call.partition.batch, t.shape[0] // max(call.partition.batch, 1), t.shape[1]).sum(1)
-    )
+    found = native.reduce.pixels(t) if t.dim() > 2 else t
+    summed = t.flatten(2).sum(2) if found is None else found
+    batch = call.partition.batch
+    return row_sums(call, summed.reshape(batch, t.shape[0] // max(batch, 1), t.shape[1]))
