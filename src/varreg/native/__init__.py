@@ -5,6 +5,6 @@ operations: slower, with the same numbers. `VARREG_NATIVE=0` asks for that.
 """
 
 from varreg.native.library import status
-from varreg.native.step import lambdas, variance
+from varreg.native.step import Update, compare, knows, lambdas, serves, update, variance
 
-__all__ = ["lambdas", "status", "variance"]
+__all__ = ["Update", "compare", "knows", "lambdas", "serves", "status", "update", "variance"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -38,6 +36,8 @@ def as_seen(
 ) -> tuple[Tensor, Tensor | float]:
     """The gradient as the optimizer sees it, in the precision of the moments, and κ²: there, its variance is κ²v².
 
+    The gradient is `m.total` where nothing has touched it, else `grad` itself where the precision is the same: not a copy.
+
     Clipping and unscaling change the gradient from S to κS, one κ for the tensor, and so its variance to κ²v². Clipping by value has
     a κ for each element. Both leave ρ = v²/ḡ² what it was before. `same` says whether `grad` is the tensor that was measured, whatever
     has been done to it; another one must at least be a multiple of it. `precision` is the rounding error with which it was computed, if that
@@ -45,11 +45,11 @@ def as_seen(
     """
     S, g = m.total.reshape(-1), grad.to(m.total.dtype).reshape(-1)
     SS, gS, gg, W = compared
-    if not math.isfinite(SS + gS + gg + W):
+    largest = torch.finfo(S.dtype).max  # also where the sums are in double precision
+    if not all(abs(x) <= largest for x in compared):
         raise OverflowedError if bool(g.isfinite().all()) and bool(S.isfinite().all()) else NotFiniteError
     if gS == SS == gg:  # nothing has touched it
         return m.total, 1.0
-    g = g.clone()
     if SS == 0:  # nothing but what was added
         return g.view_as(grad), 1.0
     kappa = gS / SS
@@ -60,6 +60,11 @@ def as_seen(
     if not same:
         raise UnmeasuredError
     return g.view_as(grad), _by_element(g, S, kappa**2).view_as(grad)
+
+
+def kept(seen: Tensor, m: Moments) -> Tensor:
+    """The gradient as it was seen, whatever happens to p.grad: some of torch's own steps change it."""
+    return seen if seen is m.total else seen.clone()
 
 
 def _by_element(g: Tensor, S: Tensor, overall: float) -> Tensor:
