@@ -5,6 +5,6 @@ operations: slower, with the same numbers. `VARREG_NATIVE=0` asks for that.
 """
 
 from varreg.native.library import status
-from varreg.native.step import Update, compare, knows, lambdas, serves, update, variance
+from varreg.native.step import Update, compare, kinds, knows, lambdas, numbers, serves, update, variance
 
-__all__ = ["Update", "compare", "knows", "lambdas", "serves", "status", "update", "variance"]
+__all__ = ["Update", "compare", "kinds", "knows", "lambdas", "numbers", "serves", "status", "update", "variance"]

@@ -19,7 +19,7 @@ enum { GRADIENT, HEAVY_BALL, NESTEROV, ADAM };
 typedef struct {
     int64_t n; /* elements */
     int64_t kinds[4];
-    void *tensors[12];
+    void *tensors[13];
     double numbers[15];
 } Task;
 
@@ -148,8 +148,8 @@ static void NAME(update_block)(const Task *t, int64_t at, int64_t n, int64_t num
     NAME(variance_block)(n, total, square, s2, NUMBER(0), NUMBER(1), NUMBER(2));
 
     if (t->kinds[0] == ADAM) {
-        const REAL *restrict average = TENSOR(7), *restrict second = TENSOR(8);
-        REAL *restrict N = TENSOR(9), *restrict C = TENSOR(10), *restrict V = TENSOR(11);
+        const REAL *restrict average = TENSOR(8), *restrict second = TENSOR(9);
+        REAL *restrict N = TENSOR(10), *restrict C = TENSOR(11), *restrict V = TENSOR(12);
         const REAL beta1 = NUMBER(9), beta2 = NUMBER(10), c1 = NUMBER(11), c2 = NUMBER(12), eps = NUMBER(13), rounding = NUMBER(14);
         const REAL unbias_n = 1 / c1, unbias_p = 1 / c2;
 #pragma omp simd
@@ -166,16 +166,16 @@ static void NAME(update_block)(const Task *t, int64_t at, int64_t n, int64_t num
             s2[i] = left * size / (p2 * p2);
         }
     } else if (t->kinds[0] == HEAVY_BALL) {
-        delta = TENSOR(7);
-        variance = TENSOR(8);
-        NAME(accumulate)(n, TENSOR(8), s2, NUMBER(9), NUMBER(10));
+        delta = TENSOR(8);
+        variance = TENSOR(9);
+        NAME(accumulate)(n, TENSOR(9), s2, NUMBER(9), NUMBER(10));
     } else {
         const REAL *restrict g = TENSOR(6);
         const REAL sign = NUMBER(11), decay = NUMBER(12), inverse = 1 / (1 - lr * decay);
         if (t->kinds[0] == NESTEROV) {
-            const REAL *restrict b = TENSOR(7), *restrict V = TENSOR(8);
+            const REAL *restrict b = TENSOR(8), *restrict V = TENSOR(9);
             const REAL mu = NUMBER(13), again = NUMBER(14);
-            NAME(accumulate)(n, TENSOR(8), s2, NUMBER(9), NUMBER(10));
+            NAME(accumulate)(n, TENSOR(9), s2, NUMBER(9), NUMBER(10));
 #pragma omp simd
             for (int64_t i = 0; i < n; i++) {
                 ours[i] = (sign * g[i] + mu * b[i] + decay * x[i]) * inverse;
@@ -195,4 +195,7 @@ static void NAME(update_block)(const Task *t, int64_t at, int64_t n, int64_t num
 #undef NUMBER
 }
 
-void NAME(update)(int64_t tasks, const Task *task, int threads) { each_block(tasks, task, threads, NAME(update_block)); }
+void NAME(update)(int64_t tasks, const Task *task, int threads) {
+    each_block(tasks, task, threads, NAME(update_block));
+    for (int64_t k = 0; k < tasks; k++) ++*(REAL *)task[k].tensors[7]; /* the number of steps */
+}

@@ -5,6 +5,7 @@ Twins, and definitions: `Moments`, varreg/regularizer.py, and varreg/optim/.
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +21,6 @@ _KINDS = {"sum": 0, "mean": 1, "harmonic": 2}
 _FORMS = {"rational": 0, "affine": 1}
 _INCREMENTS = {"gradient": 0, "heavy ball": 1, "nesterov": 2, "adam": 3}
 _BLOCK = 512  # as in step.h
-_TASK = struct.Struct("5q12P15d")  # as in step.h
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -38,10 +38,8 @@ def lambdas(
     if not knows(options) or not serves(*tensors):
         return None
     lam = torch.empty_like(delta)
-    kinds = (int(present is not None), *_kinds(options))
-    library.run(
-        "lambda", (*tensors[:4], variance if present is None else present, lam), kinds, _numbers(options, limit), lam.numel()
-    )
+    given = (*tensors[:4], variance if present is None else present, lam)
+    library.run("lambda", given, (int(present is not None), *kinds(options)), numbers(options, limit), lam.numel())
     return lam
 
 
@@ -68,42 +66,21 @@ def compare(rows: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[float, 
 
 
 class Update(NamedTuple):
-    """What `update` needs to know of a parameter whose base step is done."""
+    """What `update` needs of a parameter whose base step is done, in the order of step.h."""
 
-    total: Tensor
-    square: Tensor
-    x: Tensor
-    """The parameter, to be changed."""
-    history: Tensor
-    number: Tensor
-    """How many values are in the history."""
-    lam: Tensor
-    """Where λ is written to."""
-    grad: Tensor
-    """As the base saw it."""
-    own: tuple[Tensor, ...]
-    """What the increment is made of, in the order of step.h."""
-    increment: str
-    options: Mapping[str, Any]
-    limit: float | None
-    variance: tuple[float, float, float]
-    """m, κ²(m−1)/(K−1), and how much of m·W is rounding."""
-    lr: float
+    tensors: tuple[Tensor, ...]
+    """S, W, x, the history and its count, λ, the gradient, the number of steps, and what the increment is made of."""
+    kinds: tuple[int, ...]
     numbers: tuple[float, ...]
-    """The increment's, in the order of step.h."""
 
 
 def update(updates: Iterable[Update]) -> None:
     """Variance, increment, λ with its history, and x + λ(x' − x): all that comes after the base's step, in one pass over memory."""
-    for dtype, alike in groupby(updates, lambda u: u.x.dtype):
+    for dtype, alike in groupby(updates, lambda u: u.tensors[0].dtype):
         tasks, elements = [], 0
-        for u in alike:
-            n = u.x.numel()
-            elements += n
-            kinds = (_INCREMENTS[u.increment], *_kinds(u.options))
-            tensors = (u.total, u.square, u.x, u.history, u.number, u.lam, u.grad, *u.own)
-            numbers = (*u.variance, *_numbers(u.options, u.limit), u.lr, *u.numbers)
-            tasks.append(_task(n, kinds, tuple(t.data_ptr() for t in tensors), numbers))
+        for tensors, kinds, numbers in alike:
+            elements += (n := tensors[0].numel())
+            tasks.append(_task(n, kinds, [t.data_ptr() for t in tensors], numbers))
         library.run_tasks("update", dtype, tasks, elements)
 
 
@@ -114,15 +91,21 @@ def knows(options: Mapping[str, Any]) -> bool:
 
 def serves(*tensors: Tensor) -> bool:
     """Can the library serve these: alike, and in one order?"""
-    shape = tensors[0].shape
-    return all(type(t) in _PLAIN and t.shape == shape and t.is_contiguous() for t in tensors) and library.serves(*tensors)
+    shape, dtype = tensors[0].shape, tensors[0].dtype
+    for t in tensors:  # for every parameter at every step: no generator
+        if t.dtype != dtype or t.shape != shape or not t.is_contiguous() or type(t) not in _PLAIN or not t.is_cpu:
+            return False
+    return library.serves(tensors[0])
 
 
-def _kinds(options: Mapping[str, Any]) -> tuple[int, int, int]:
-    return _KINDS[options["history"]], _FORMS[options["form"]], int(options["scale_free"])
+def kinds(options: Mapping[str, Any], increment: str | None = None) -> tuple[int, ...]:
+    """An increment, history, form, and whether it is free of scale."""
+    first = () if increment is None else (_INCREMENTS[increment],)
+    return *first, _KINDS[options["history"]], _FORMS[options["form"]], int(options["scale_free"])
 
 
-def _numbers(options: Mapping[str, Any], limit: float | None) -> tuple[float, ...]:
+def numbers(options: Mapping[str, Any], limit: float | None) -> tuple[float, ...]:
+    """What λ is computed with: s, λ₀/2, and the bounds of ρ and λ."""
     from varreg.regularizer import bounds, lambda0_of
 
     low, high = bounds(options)
@@ -136,7 +119,12 @@ def _numbers(options: Mapping[str, Any], limit: float | None) -> tuple[float, ..
     )
 
 
-def _task(n: int, kinds: tuple[int, ...], pointers: tuple[int, ...], numbers: tuple[float, ...]) -> bytes:
-    """A `Task` of step.h; what it has no use for is 0."""
-    fill = (0,) * 15
-    return _TASK.pack(n, *(kinds + fill)[:4], *(pointers + fill)[:12], *(numbers + fill)[:15])
+def _task(n: int, kinds: tuple[int, ...], pointers: Sequence[int], numbers: tuple[float, ...]) -> bytes:
+    """A `Task` of step.h."""
+    return _layout(len(kinds), len(pointers), len(numbers)).pack(n, *kinds, *pointers, *numbers)
+
+
+@functools.cache
+def _layout(kinds: int, pointers: int, numbers: int) -> struct.Struct:
+    """What it has no use for is 0."""
+    return struct.Struct(f"q{kinds}q{8 * (4 - kinds)}x{pointers}q{8 * (13 - pointers)}x{numbers}d{8 * (15 - numbers)}x")

@@ -6,8 +6,7 @@ the same numbers, to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +31,7 @@ class Increment(NamedTuple):
     """Is it made of the gradient itself, too?"""
 
 
-@dataclass
-class Fused:
+class Fused(NamedTuple):
     """A parameter whose step is native."""
 
     owner: Tensor
@@ -44,7 +42,6 @@ class Fused:
     """As the base sees it, if the increment is made of it."""
     kappa2: float
     increment: Increment
-    first: bool = True
 
 
 def usual(options: Mapping[str, Any]) -> bool:
@@ -54,39 +51,33 @@ def usual(options: Mapping[str, Any]) -> bool:
 
 def serves(p: Tensor, grad: Tensor, m: Moments, state: Mapping[str, Any], increment: Increment) -> bool:
     """Can native code do it, as the memory is? The state that is missing yet will be like the parameter and its gradient."""
-    there = (state[name] for name in (*increment.state, *HISTORY) if name in state)
+    there = [state[name] for name in (*increment.state, *HISTORY) if name in state]
     return native.serves(p, grad, m.total, m.square, *there)
 
 
-def run(works: Iterable[Fused], kept: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+def run(works: list[Fused], kept: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
     """Take the steps. λ of each parameter is written to memory that is kept from before, if there is some."""
-    lambdas = {w.owner: _memory(w, kept.get(w.owner)) for w in works}
+    lambdas = {w.owner: _memory(w.owner, kept.get(w.owner)) for w in works}
     native.update(_updates(works, lambdas))
     return lambdas
 
 
-def _updates(works: Iterable[Fused], lambdas: Mapping[Tensor, Tensor]) -> Iterator[native.Update]:
-    for w in works:
-        m, state, group = w.moments, w.state, w.group
-        factor, rounding = m.constants
-        yield native.Update(
-            total=m.total,
-            square=m.square,
-            x=w.owner,
-            history=state["vr_history"],
-            number=state["vr_count"],
-            lam=lambdas[w.owner],
-            grad=w.grad,
-            own=tuple(state[name] for name in w.increment.state),
-            increment=w.increment.name,
-            options=group,
-            limit=limit(m.count, group),
-            variance=(m.count, factor * w.kappa2, rounding),
-            lr=float(group["lr"]),
-            numbers=w.increment.numbers(state, w.first),
-        )
+def _updates(works: list[Fused], lambdas: Mapping[Tensor, Tensor]) -> Iterator[native.Update]:
+    known: dict[tuple[Any, ...], tuple[tuple[int, ...], tuple[float, ...]]] = {}
+    for p, group, state, m, grad, kappa2, increment in works:
+        key = id(group), m.count, m.groups, kappa2, m.square.dtype
+        if key not in known:
+            factor, rounding = m.constants
+            numbers = (m.count, factor * kappa2, rounding, *native.numbers(group, limit(m.count, group)), float(group["lr"]))
+            known[key] = native.kinds(group, increment.name), numbers
+        steps = state["vr_steps"]
+        own = [state[name] for name in increment.state]
+        tensors = (m.total, m.square, p, state["vr_history"], state["vr_count"], lambdas[p], grad, steps, *own)
+        kinds, numbers = known[key]
+        yield native.Update(tensors, kinds, (*numbers, *increment.numbers(state, steps.item() == 0)))
 
 
-def _memory(w: Fused, kept: Tensor | None) -> Tensor:
-    alike = kept is not None and kept.shape == w.owner.shape and kept.dtype == w.owner.dtype and kept.is_contiguous()
-    return kept if kept is not None and alike else torch.empty_like(w.owner)
+def _memory(p: Tensor, kept: Tensor | None) -> Tensor:
+    """For λ."""
+    alike = kept is not None and kept.shape == p.shape and kept.dtype == p.dtype and kept.is_contiguous()
+    return kept if kept is not None and alike else torch.empty_like(p)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -43,13 +45,13 @@ def as_seen(
     has been done to it; another one must at least be a multiple of it. `precision` is the rounding error with which it was computed, if that
     is coarser than its own: autograd's own gradient of an LSTM under autocast, say.
     """
-    S, g = m.total.reshape(-1), grad.to(m.total.dtype).reshape(-1)
     SS, gS, gg, W = compared
-    largest = torch.finfo(S.dtype).max  # also where the sums are in double precision
-    if not all(abs(x) <= largest for x in compared):
-        raise OverflowedError if bool(g.isfinite().all()) and bool(S.isfinite().all()) else NotFiniteError
-    if gS == SS == gg:  # nothing has touched it
+    finite = SS + gg + W <= _largest(m.total.dtype)  # also where the sums are in double precision; then, so is g·S
+    if finite and gS == SS == gg:  # nothing has touched it
         return m.total, 1.0
+    S, g = m.total.reshape(-1), grad.to(m.total.dtype).reshape(-1)
+    if not finite:
+        raise OverflowedError if bool(g.isfinite().all()) and bool(S.isfinite().all()) else NotFiniteError
     if SS == 0:  # nothing but what was added
         return g.view_as(grad), 1.0
     kappa = gS / SS
@@ -60,6 +62,11 @@ def as_seen(
     if not same:
         raise UnmeasuredError
     return g.view_as(grad), _by_element(g, S, kappa**2).view_as(grad)
+
+
+@functools.cache
+def _largest(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).max
 
 
 def kept(seen: Tensor, m: Moments) -> Tensor:

@@ -199,7 +199,9 @@ class Regularized(Optimizer):
             for p in group["params"] if group["s"] else ():
                 if (grad := p.grad) is not None and p.numel():
                     ledger = LEDGERS.get(p)
-                    found.append(Found(p, grad, group, ledger, None if ledger is None else ledger.read(p), increment))
+                    m = None if ledger is None else ledger.read(p)
+                    fast = increment is not None and m is not None and fused.serves(p, grad, m, self.state.get(p, {}), increment)
+                    found.append(Found(p, grad, group, ledger, m, increment if fast else None))
         return found
 
     def _gather(self, found: list[Found]) -> tuple[list[Work], list[Fused]]:
@@ -229,7 +231,7 @@ class Regularized(Optimizer):
                         "only a shard of it: what that did to its variance cannot be told. Clip by norm, or use DistributedDataParallel."
                     )
                 state = self.state[p]
-                if increment is not None and isinstance(kappa2, float) and fused.serves(p, grad, m, state, increment):
+                if increment is not None and isinstance(kappa2, float):
                     fast.append(Fused(p, group, state, m, kept(seen, m) if increment.of_gradient else m.total, kappa2, increment))
                 else:
                     works.append(Work(p, local(p), group, state, m, kept(seen, m), kappa2, local(p.detach()).clone()))
@@ -258,10 +260,10 @@ class Regularized(Optimizer):
         """
         out: list[tuple[float, ...] | None] = [None] * len(found)
         fast, shards = [], []
-        for i, (p, grad, _, _, m, _) in enumerate(found):
+        for i, (p, grad, _, _, m, increment) in enumerate(found):
             row = None
-            if m is not None and m.total.shape == local(p).shape:
-                if native.serves(m.total, grad, m.square):
+            if m is not None and (increment is not None or m.total.shape == local(p).shape):
+                if increment is not None or native.serves(m.total, grad, m.square):
                     fast.append((i, (m.total, grad, m.square)))
                     continue
                 row = products(m, local(grad), is_sharded(p)).double()
@@ -318,13 +320,10 @@ class Regularized(Optimizer):
 
     def _regularize(self, works: list[Work], fast: list[Fused]) -> None:
         before, self._lambdas = self._lambdas, {}
-        every: list[Work | Fused] = [*works, *fast]
-        if every:
-            torch._foreach_add_([w.state[_STEPS] for w in every], 1)
-        for w in every:
-            w.first = float(w.state[_STEPS]) == 1
         if fast:
-            self._lambdas.update(fused.run(fast, before))
+            self._lambdas = fused.run(fast, before)
+        for w in works:
+            w.first = float(w.state[_STEPS].add_(1)) == 1
         for part in parts(w for w in works if w.group["per"] == "element" and w.p.numel()):
             part.put_back(self._lambdas_of(part, *self._increment_of(part)))
         spreads = self._spreads([w for w in works if w.group["per"] != "element"])
@@ -392,17 +391,16 @@ class Regularized(Optimizer):
 
     def _prepare(self, p: Tensor, group: dict[str, Any]) -> None:
         """Make the state that is missing."""
-        state, dtype = self.state[p], stat_dtype(p.dtype)
-        sums = self._accumulators(group)
-        if any(key not in state for key in sums) and _STEPS in state:
+        state, sums, calibration = self.state[p], self._accumulators(group), _CALIBRATION if group["calibrate"] else ()
+        missing = [key for key in (*sums, *HISTORY, _STEPS, *calibration) if key not in state]
+        if not missing:
+            return
+        if _STEPS in state and not set(sums).isdisjoint(missing):
             state[_STEPS].zero_()  # an option was switched on: its sums begin now
-        full = dict.fromkeys(sums, True) | dict.fromkeys(HISTORY, group["per"] == "element") | {_STEPS: False}
-        if group["calibrate"]:
-            full |= dict.fromkeys(_CALIBRATION, False)
-        for key, whole in full.items():
-            if key not in state:
-                zeros = torch.zeros_like(p, dtype=dtype) if whole else torch.zeros((), dtype=dtype, device=p.device)
-                state[key] = zeros if group["per"] != "model" or key not in HISTORY else self._model_history(key, zeros)
+        dtype, full = stat_dtype(p.dtype), {*sums, *(HISTORY if group["per"] == "element" else ())}
+        for key in missing:
+            zeros = torch.zeros_like(p, dtype=dtype) if key in full else torch.zeros((), dtype=dtype, device=p.device)
+            state[key] = zeros if group["per"] != "model" or key not in HISTORY else self._model_history(key, zeros)
 
     def _model_history(self, key: str, zeros: Tensor) -> Tensor:
         """For a parameter that joins late: what the others have."""
