@@ -20,7 +20,7 @@ typedef struct {
     int64_t n; /* elements */
     int64_t kinds[4];
     void *tensors[13];
-    double numbers[15];
+    double numbers[19];
 } Task;
 
 /* All blocks of all tensors, in equal shares for the threads. `number` is that of the block among all. */
@@ -50,8 +50,9 @@ static inline __attribute__((always_inline)) void NAME(element)(REAL variance, R
     REAL number = *count + (valid ? (REAL)1 : (REAL)0);
     *history = sum;
     *count = number;
+    REAL relative = kind == SUM ? rho / sum : kind == MEAN ? rho / sum * number : rho / (number / sum); /* rho over its average: 1 for the first */
     REAL average = kind == SUM ? sum : kind == MEAN ? sum / number : number / sum;
-    REAL result = form == RATIONAL ? (1 + s) / (1 + s * (rho / average)) : (1 + half) * (average / rho) - half;
+    REAL result = form == RATIONAL ? (1 + s) / (1 + s * relative) : (1 + half) * (average / rho) - half;
     result = result < low ? low : result;
     result = result > high ? high : result;
     *lambda = result == result ? result : 1;
@@ -96,21 +97,27 @@ void NAME(variance)(int64_t n, const REAL *total, const REAL *square, REAL *out,
     for (int64_t i = 0; i < n; i += BLOCK) NAME(variance_block)(AT_MOST(BLOCK, n - i), total + i, square + i, out + i, m, factor, rounding);
 }
 
-/* S.S, g.S, g.g and the sum of W of a block, in double precision. Where g is S, the first three are the same to the bit. Twin: products(). */
+/* S.S, g.S, g.g and the sum of W of a block, in double precision. Mostly g is S, and one product does for three. Twin: products(). */
 static void NAME(compare_block)(const Task *t, int64_t at, int64_t n, int64_t number) {
     const REAL *S = (const REAL *)t->tensors[0] + at, *g = (const REAL *)t->tensors[1] + at, *W = (const REAL *)t->tensors[2] + at;
     double *out = (double *)t->tensors[3] + 4 * number, SS = 0, gS = 0, gg = 0, sum = 0;
-#pragma omp simd reduction(+ : SS, gS, gg, sum)
+    int changed = 0;
+#pragma omp simd reduction(| : changed) reduction(+ : SS, sum)
     for (int64_t i = 0; i < n; i++) {
-        double a = S[i], b = g[i];
-        SS += a * a;
-        gS += a * b;
-        gg += b * b;
+        changed |= S[i] != g[i];
+        SS += (double)S[i] * (double)S[i];
         sum += W[i];
     }
+    if (changed) {
+#pragma omp simd reduction(+ : gS, gg)
+        for (int64_t i = 0; i < n; i++) {
+            gS += (double)S[i] * (double)g[i];
+            gg += (double)g[i] * (double)g[i];
+        }
+    }
     out[0] = SS;
-    out[1] = gS;
-    out[2] = gg;
+    out[1] = changed ? gS : SS;
+    out[2] = changed ? gg : SS;
     out[3] = sum;
 }
 
@@ -150,20 +157,20 @@ static void NAME(update_block)(const Task *t, int64_t at, int64_t n, int64_t num
     if (t->kinds[0] == ADAM) {
         const REAL *restrict average = TENSOR(8), *restrict second = TENSOR(9);
         REAL *restrict N = TENSOR(10), *restrict C = TENSOR(11), *restrict V = TENSOR(12);
-        const REAL beta1 = NUMBER(9), beta2 = NUMBER(10), c1 = NUMBER(11), c2 = NUMBER(12), eps = NUMBER(13), rounding = NUMBER(14);
-        const REAL unbias_n = 1 / c1, unbias_p = 1 / c2;
+        const REAL keep_N = NUMBER(9), keep_C = NUMBER(10), keep_V = NUMBER(11), take_N = NUMBER(12), take_C = NUMBER(13), take_V = NUMBER(14);
+        const REAL unbias_n = NUMBER(15), unbias_p = NUMBER(16), eps = NUMBER(17), rounding = NUMBER(18);
 #pragma omp simd
         for (int64_t i = 0; i < n; i++) {
-            N[i] = beta1 * beta1 * N[i] + (1 - beta1) * (1 - beta1) * s2[i];
-            C[i] = beta1 * beta2 * C[i] + (1 - beta1) * (1 - beta2) * s2[i];
-            V[i] = beta2 * beta2 * V[i] + (1 - beta2) * (1 - beta2) * s2[i];
-            REAL p2 = SQRT(second[i] * unbias_p) + eps;
-            REAL step = average[i] * unbias_n / p2, slope = step < 0 ? -step : step;
+            N[i] = keep_N * N[i] + take_N * s2[i];
+            C[i] = keep_C * C[i] + take_C * s2[i];
+            V[i] = keep_V * V[i] + take_V * s2[i];
+            REAL inverse = 1 / (SQRT(second[i] * unbias_p) + eps);
+            REAL step = average[i] * unbias_n * inverse, slope = step < 0 ? -step : step;
             REAL size = unbias_n * unbias_n * N[i] + slope * slope * (unbias_p * unbias_p * V[i]);
-            REAL left = (size - 2 * slope * (unbias_n * unbias_p * C[i])) / size;
-            left = left <= rounding ? (REAL)NAN : left; /* as small as rounding leaves it: not known */
+            REAL left = size - 2 * slope * (unbias_n * unbias_p * C[i]);
+            left = left <= size * rounding ? (REAL)NAN : left; /* as small as rounding leaves it: not known */
             ours[i] = step;
-            s2[i] = left * size / (p2 * p2);
+            s2[i] = left * inverse * inverse;
         }
     } else if (t->kinds[0] == HEAVY_BALL) {
         delta = TENSOR(8);

@@ -10,7 +10,7 @@ import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,36 +51,34 @@ def variance(total: Tensor, square: Tensor, m: int, factor: float, rounding: flo
     return True
 
 
-def compare(rows: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[float, ...]]:
+def compare(rows: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[list[float]]:
     """S·S, g·S, g·g and ΣW of each (S, g, W), all of which must be served; in double precision, and in one pass for all of one type."""
-    out: list[tuple[float, ...]] = []
+    out: list[list[float]] = []
     for dtype, alike in groupby(rows, lambda row: row[0].dtype):
         tensors = list(alike)
         sizes = [S.numel() for S, _, _ in tensors]
-        sums = torch.empty(sum(-(-n // _BLOCK) for n in sizes), 4, dtype=torch.float64)  # for each block; then, for each tensor
+        sums = torch.empty(sum([-(-n // _BLOCK) for n in sizes]), 4, dtype=torch.float64)  # for each block; then, for each tensor
         room = sums.data_ptr()
-        tasks = [_task(n, (), (*(t.data_ptr() for t in row), room), ()) for n, row in zip(sizes, tensors, strict=True)]
+        pack = _layout(0, 4, 0).pack
+        tasks = [pack(n, S.data_ptr(), g.data_ptr(), W.data_ptr(), room) for n, (S, g, W) in zip(sizes, tensors, strict=True)]
         library.run_tasks("compare", dtype, tasks, sum(sizes))
-        out += map(tuple, sums[: len(tasks)].tolist())
+        out += sums[: len(tasks)].tolist()
     return out
 
 
-class Update(NamedTuple):
-    """What `update` needs of a parameter whose base step is done, in the order of step.h."""
-
-    tensors: tuple[Tensor, ...]
-    """S, W, x, the history and its count, λ, the gradient, the number of steps, and what the increment is made of."""
-    kinds: tuple[int, ...]
-    numbers: tuple[float, ...]
+Update = tuple[tuple[Tensor, ...], tuple[int, ...], tuple[float, ...]]
+"""What `update` needs of a parameter whose base step is done, in the order of step.h: S, W, x, the history and its count, λ, the gradient, the
+number of steps, and what the increment is made of; `kinds`; and the numbers of variance, λ and increment."""
 
 
 def update(updates: Iterable[Update]) -> None:
     """Variance, increment, λ with its history, and x + λ(x' − x): all that comes after the base's step, in one pass over memory."""
-    for dtype, alike in groupby(updates, lambda u: u.tensors[0].dtype):
+    for dtype, alike in groupby(updates, lambda u: u[0][0].dtype):
         tasks, elements = [], 0
         for tensors, kinds, numbers in alike:
             elements += (n := tensors[0].numel())
-            tasks.append(_task(n, kinds, [t.data_ptr() for t in tensors], numbers))
+            pack = _layout(len(kinds), len(tensors), len(numbers)).pack
+            tasks.append(pack(n, *kinds, *[t.data_ptr() for t in tensors], *numbers))
         library.run_tasks("update", dtype, tasks, elements)
 
 
@@ -119,12 +117,7 @@ def numbers(options: Mapping[str, Any], limit: float | None) -> tuple[float, ...
     )
 
 
-def _task(n: int, kinds: tuple[int, ...], pointers: Sequence[int], numbers: tuple[float, ...]) -> bytes:
-    """A `Task` of step.h."""
-    return _layout(len(kinds), len(pointers), len(numbers)).pack(n, *kinds, *pointers, *numbers)
-
-
 @functools.cache
 def _layout(kinds: int, pointers: int, numbers: int) -> struct.Struct:
-    """What it has no use for is 0."""
-    return struct.Struct(f"q{kinds}q{8 * (4 - kinds)}x{pointers}q{8 * (13 - pointers)}x{numbers}d{8 * (15 - numbers)}x")
+    """A `Task` of step.h. What it has no use for is 0."""
+    return struct.Struct(f"q{kinds}q{8 * (4 - kinds)}x{pointers}q{8 * (13 - pointers)}x{numbers}d{8 * (19 - numbers)}x")

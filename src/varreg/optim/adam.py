@@ -33,11 +33,12 @@ class _AdamLike(Regularized):
         if group["variance"] == "direct" or group.get("amsgrad"):
             return None
         beta1, beta2 = map(float, group["betas"])
+        keep = beta1**2, beta1 * beta2, beta2**2
+        take = (1 - beta1) ** 2, (1 - beta1) * (1 - beta2), (1 - beta2) ** 2
 
         def numbers(state: Mapping[str, Any], _: bool) -> tuple[float, ...]:
-            t = float(state["step"])
-            noise = increments.rounding(state["vr_numerator"].dtype)
-            return beta1, beta2, 1 - beta1**t, 1 - beta2**t, group["eps"], noise
+            t, noise = float(state["step"]), increments.rounding(state["vr_numerator"].dtype)
+            return *keep, *take, 1 / (1 - beta1**t), 1 / (1 - beta2**t), group["eps"], noise
 
         return Increment("adam", ("exp_avg", "exp_avg_sq", "vr_numerator", "vr_covariance", "vr_denominator"), numbers)
 

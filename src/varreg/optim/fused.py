@@ -74,7 +74,7 @@ def _updates(works: list[Fused], lambdas: Mapping[Tensor, Tensor]) -> Iterator[n
         own = [state[name] for name in increment.state]
         tensors = (m.total, m.square, p, state["vr_history"], state["vr_count"], lambdas[p], grad, steps, *own)
         kinds, numbers = known[key]
-        yield native.Update(tensors, kinds, (*numbers, *increment.numbers(state, steps.item() == 0)))
+        yield tensors, kinds, (*numbers, *increment.numbers(state, steps.item() == 0))
 
 
 def _memory(p: Tensor, kept: Tensor | None) -> Tensor:

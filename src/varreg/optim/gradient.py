@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ def products(m: Moments, grad: Tensor, precise: bool = False) -> Tensor:
 
 
 def as_seen(
-    m: Moments, grad: Tensor, compared: tuple[float, ...], same: bool, precision: float = 0.0
+    m: Moments, grad: Tensor, compared: Sequence[float], same: bool, precision: float = 0.0
 ) -> tuple[Tensor, Tensor | float]:
     """The gradient as the optimizer sees it, in the precision of the moments, and κ²: there, its variance is κ²v².
 

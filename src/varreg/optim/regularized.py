@@ -8,7 +8,7 @@ subclass adds is the variance of its increment (`_increment`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -221,7 +221,8 @@ class Regularized(Optimizer):
             try:
                 if ledger is None or m is None or m.groups < 2:
                     raise UnmeasuredError
-                self._check_shapes(p, m, group)
+                if increment is None:  # else all shapes are the same
+                    self._check_shapes(p, m, group)
                 if both is None:
                     raise UnmeasuredError
                 seen, kappa2 = as_seen(m, local(grad), both, ledger.is_measured(p), ledger.precision)
@@ -253,12 +254,12 @@ class Regularized(Optimizer):
         return works, fast
 
     @staticmethod
-    def _compared(found: list[Found]) -> list[tuple[float, ...] | None]:
+    def _compared(found: list[Found]) -> list[Sequence[float] | None]:
         """What there is to compare of gradients and moments; for parameters in shards, of the whole: one small reduction for all of them.
 
         None where it cannot be had, on this rank or on another.
         """
-        out: list[tuple[float, ...] | None] = [None] * len(found)
+        out: list[Sequence[float] | None] = [None] * len(found)
         fast, shards = [], []
         for i, (p, grad, _, _, m, increment) in enumerate(found):
             row = None
