@@ -41,7 +41,7 @@ def test_the_kernel_equals_its_twin(history, form, options, dtype, absent):
     present = torch.rand_like(delta).gt(0.3).to(dtype) if absent else None
     ours, theirs = [t.clone() for t in past], [t.clone() for t in past]
     for _ in range(2):
-        fast = native.lambdas(variance, delta, *ours, present, vr._limit(5, o), o)
+        fast = native.lambdas(variance, delta, *ours, present, vr.limit(5, o), o)
         slow = vr.regularizer(*vr.ratio(variance, delta, *theirs, 5, o, present), o)
         tolerance = 1e-5 if dtype == torch.float32 else 1e-13
         torch.testing.assert_close(fast, slow, rtol=tolerance, atol=tolerance)

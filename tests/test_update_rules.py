@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import varreg
-from varreg import native
+from varreg.native import library
 
 from .optimizers import RULES, SETTINGS
 from .truth import losses, one_at_a_time, sample_weights
@@ -92,8 +92,9 @@ def test_options_against_the_formula(name, options):
 
 @pytest.mark.parametrize("options", [{}, *OPTIONS.values()], ids=["defaults", *OPTIONS])
 def test_without_the_compiled_kernel(options, monkeypatch):
-    monkeypatch.setattr(native, "lambdas", lambda *_: None)
-    run("SGD", RULES["SGD"].settings["plain"], options, steps=20)
+    monkeypatch.setattr(library, "serves", lambda *_: False)
+    for name, setting in (("SGD", "plain"), ("SGD", "everything"), ("Adam", "plain"), ("AdamW", "plain")):
+        run(name, RULES[name].settings[setting], options, steps=20)
 
 
 @pytest.mark.parametrize("name", RULES)

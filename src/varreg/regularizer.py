@@ -242,7 +242,7 @@ def ratio(
     """
     rho = variance
     if options["scale_free"]:
-        rho = scale_free(variance, delta, _limit(m, options), scratch("rho", delta.shape, delta))
+        rho = scale_free(variance, delta, limit(m, options), scratch("rho", delta.shape, delta))
     if present is not None:
         one_or_nan = torch.div(present, present, out=scratch("present", delta.shape, delta))
         rho = torch.mul(rho, one_or_nan, out=one_or_nan)
@@ -261,11 +261,12 @@ def lambdas(
     present: Tensor | None = None,
 ) -> Tensor:
     """λ of an increment over m samples, from its ρ and its history, into which ρ is entered: all of the above, in one."""
-    lam = native.lambdas(variance, delta, history, count, present, _limit(m, options), options)
+    lam = native.lambdas(variance, delta, history, count, present, limit(m, options), options)
     return lam if lam is not None else regularizer(*ratio(variance, delta, history, count, m, options, present), options)
 
 
-def _limit(m: int, options: Mapping[str, Any]) -> float | None:
+def limit(m: int, options: Mapping[str, Any]) -> float | None:
+    """What ρ of m samples counts for at most."""
     return None if options["cap"] is None else options["cap"] * m
 
 

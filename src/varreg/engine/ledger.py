@@ -65,13 +65,18 @@ class Moments:
             return out.zero_()
         if self.groups < 2:
             return out.fill_(torch.nan)
-        factor = (self.count - 1) / (self.groups - 1) / self._scale**2
-        rounding = torch.finfo(out.dtype).eps * (4 + 2 * math.sqrt(self.count))  # of the two sums, relative to the larger
+        factor, rounding = self.constants
+        factor /= self._scale**2
         if not is_sharded(out) and native.variance(self.total, self.square, self.count, factor, rounding, out):
             return out
         size = self.square * self.count
         torch.addcmul(size, self.total, self.total, value=-1, out=out)
         return out.mul_(factor).masked_fill_(out <= size.mul_(rounding * factor), 0.0)
+
+    @property
+    def constants(self) -> tuple[float, float]:
+        """What m·W − S² is multiplied by, for a loss that is a mean; and what rounding may leave of it, relative to m·W."""
+        return (self.count - 1) / (self.groups - 1), torch.finfo(self.square.dtype).eps * (4 + 2 * math.sqrt(self.count))
 
     @property
     def rho(self) -> Tensor:

@@ -6,6 +6,19 @@ operations: slower, with the same numbers. `VARREG_NATIVE=0` asks for that.
 
 from varreg.native import reduce, sums
 from varreg.native.library import status
-from varreg.native.step import lambdas, variance
+from varreg.native.step import Update, compare, kinds, knows, lambdas, numbers, serves, update, variance
 
-__all__ = ["lambdas", "reduce", "status", "sums", "variance"]
+__all__ = [
+    "Update",
+    "compare",
+    "kinds",
+    "knows",
+    "lambdas",
+    "numbers",
+    "reduce",
+    "serves",
+    "status",
+    "sums",
+    "update",
+    "variance",
+]

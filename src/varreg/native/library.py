@@ -38,12 +38,20 @@ def serves(*tensors: Tensor) -> bool:
 
 def run(name: str, tensors: tuple[Tensor, ...], kinds: tuple[int, ...], numbers: tuple[float, ...], n: int) -> None:
     """Call a function of the library for elements of the first tensor's type: n, the tensors, whole numbers, numbers, threads."""
+    dtype = tensors[0].dtype
+    pointers = (ctypes.c_void_p(t.data_ptr()) for t in tensors)
+    _call(name, dtype, ctypes.c_int64(n), *pointers, *kinds, *map(_REALS[dtype][1], numbers), elements=n)
+
+
+def run_tasks(name: str, dtype: torch.dtype, tasks: list[bytes], elements: int) -> None:
+    """Call a function of the library that works on many tensors at once, each of which is described by a task."""
+    _call(name, dtype, ctypes.c_int64(len(tasks)), b"".join(tasks), elements=elements)
+
+
+def _call(name: str, dtype: torch.dtype, *arguments: Any, elements: int) -> None:
     library = load()[0]
     assert library is not None
-    suffix, real = _REALS[tensors[0].dtype]
-    pointers = (ctypes.c_void_p(t.data_ptr()) for t in tensors)
-    threads = threads_for(n)
-    getattr(library, f"{name}_{suffix}")(ctypes.c_int64(n), *pointers, *kinds, *map(real, numbers), threads)
+    getattr(library, f"{name}_{_REALS[dtype][0]}")(*arguments, threads_for(elements))
 
 
 def threads_for(work: int) -> int:

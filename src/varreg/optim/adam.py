@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from varreg.optim import increments
+from varreg.optim.fused import Increment
 from varreg.optim.parts import Part
 from varreg.optim.regularized import Regularized
 
@@ -26,6 +28,19 @@ class _AdamLike(Regularized):
     def _accumulators(self, group: dict[str, Any]) -> tuple[str, ...]:
         maximum = ("vr_max_covariance", "vr_max_denominator") if group.get("amsgrad") else ()
         return ("vr_numerator", "vr_covariance", "vr_denominator", *maximum)
+
+    def _native(self, group: dict[str, Any]) -> Increment | None:
+        if group["variance"] == "direct" or group.get("amsgrad"):
+            return None
+        beta1, beta2 = map(float, group["betas"])
+        keep = beta1**2, beta1 * beta2, beta2**2
+        take = (1 - beta1) ** 2, (1 - beta1) * (1 - beta2), (1 - beta2) ** 2
+
+        def numbers(state: Mapping[str, Any], _: bool) -> tuple[float, ...]:
+            t, noise = float(state["step"]), increments.rounding(state["vr_numerator"].dtype)
+            return *keep, *take, 1 / (1 - beta1**t), 1 / (1 - beta2**t), group["eps"], noise
+
+        return Increment("adam", ("exp_avg", "exp_avg_sq", "vr_numerator", "vr_covariance", "vr_denominator"), numbers)
 
     def _increment(self, part: Part) -> tuple[Tensor, Tensor]:
         group = part.group
@@ -189,6 +204,9 @@ class VRNAdam(_AdamLike, torch.optim.NAdam):
             differentiable=differentiable,
             regularizer=regularizer,
         )
+
+    def _native(self, group: dict[str, Any]) -> None:
+        """Its numerator is another one."""
 
     def _numerator(self, part: Part, group: dict[str, Any], N: Tensor, C: Tensor, bgs2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         beta1, t = float(group["betas"][0]), float(part["step"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -34,22 +35,24 @@ def products(m: Moments, grad: Tensor, precise: bool = False) -> Tensor:
 
 
 def as_seen(
-    m: Moments, grad: Tensor, compared: tuple[float, ...], same: bool, precision: float = 0.0
+    m: Moments, grad: Tensor, compared: Sequence[float], same: bool, precision: float = 0.0
 ) -> tuple[Tensor, Tensor | float]:
     """The gradient as the optimizer sees it, in the precision of the moments, and κ²: there, its variance is κ²v².
+
+    The gradient is `m.total` where nothing has touched it, else `grad` itself where the precision is the same: not a copy.
 
     Clipping and unscaling change the gradient from S to κS, one κ for the tensor, and so its variance to κ²v². Clipping by value has
     a κ for each element. Both leave ρ = v²/ḡ² what it was before. `same` says whether `grad` is the tensor that was measured, whatever
     has been done to it; another one must at least be a multiple of it. `precision` is the rounding error with which it was computed, if that
     is coarser than its own: autograd's own gradient of an LSTM under autocast, say.
     """
-    S, g = m.total.reshape(-1), grad.to(m.total.dtype).reshape(-1)
     SS, gS, gg, W = compared
-    if not math.isfinite(SS + gS + gg + W):
-        raise OverflowedError if bool(g.isfinite().all()) and bool(S.isfinite().all()) else NotFiniteError
-    if gS == SS == gg:  # nothing has touched it
+    finite = SS + gg + W <= _largest(m.total.dtype)  # also where the sums are in double precision; then, so is g·S
+    if finite and gS == SS == gg:  # nothing has touched it
         return m.total, 1.0
-    g = g.clone()
+    S, g = m.total.reshape(-1), grad.to(m.total.dtype).reshape(-1)
+    if not finite:
+        raise OverflowedError if bool(g.isfinite().all()) and bool(S.isfinite().all()) else NotFiniteError
     if SS == 0:  # nothing but what was added
         return g.view_as(grad), 1.0
     kappa = gS / SS
@@ -60,6 +63,16 @@ def as_seen(
     if not same:
         raise UnmeasuredError
     return g.view_as(grad), _by_element(g, S, kappa**2).view_as(grad)
+
+
+@functools.cache
+def _largest(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).max
+
+
+def kept(seen: Tensor, m: Moments) -> Tensor:
+    """The gradient as it was seen, whatever happens to p.grad: some of torch's own steps change it."""
+    return seen if seen is m.total else seen.clone()
 
 
 def _by_element(g: Tensor, S: Tensor, overall: float) -> Tensor:

@@ -75,5 +75,10 @@ def ratio(delta: Tensor, p2: Tensor, eps: float, sums: tuple[Tensor, Tensor, Ten
     slope = delta / p2 if direct else delta.abs()
     size = torch.addcmul(N, slope.square(), V)
     left = torch.addcmul(size, slope, C, value=-2).div_(size)
-    left = threshold(left, max(32 * torch.finfo(left.dtype).eps, 1e-9), torch.nan)
+    left = threshold(left, rounding(left.dtype), torch.nan)
     return left.mul_(size).div_((p2 + eps).square_())
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """What rounding may leave of the bracket, relative to what is added in it."""
+    return max(32 * torch.finfo(dtype).eps, 1e-9)

@@ -8,31 +8,46 @@ subclass adds is the variance of its increment (`_increment`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
+from varreg import native
 from varreg.engine import Moments
 from varreg.engine.contribution import stat_dtype
-from varreg.engine.ledger import LEDGERS
+from varreg.engine.ledger import LEDGERS, Ledger
 from varreg.engine.shards import is_sharded, like, local, total
 from varreg.memory import scratch
-from varreg.optim.gradient import NotFiniteError, OverflowedError, UnmeasuredError, as_seen, products
+from varreg.optim import fused
+from varreg.optim.fused import HISTORY, Fused, Increment
+from varreg.optim.gradient import NotFiniteError, OverflowedError, UnmeasuredError, as_seen, kept, products
 from varreg.optim.names import check_merged, names, warn_lone, warn_missing, warn_overflow, warn_typos
 from varreg.optim.parts import Part, Work, parts, pieces
 from varreg.optim.summary import LambdaSummary, summarize
 from varreg.regularizer import DEFAULTS, calibrated, check, lambdas, plain, ratio, regularizer
 
-_HISTORY = ("vr_history", "vr_count")
 _CALIBRATION = ("vr_lambda_recent", "vr_lambda_total", "vr_lambda_steps")
 _STEPS = "vr_steps"
+_DEFINING = ("_increment", "_increment_of", "_lambdas_of", "_replace_lambda", "_apply", "_base_step")  # what a step does
 _FIXED = ("history", "history_beta", "scale_free", "per")
 _OF_A_MODEL = ("history", "history_beta", "scale_free", "cap")
 # Our keys in the state begin with vr_, so that they never meet the base's.
+
+
+class Found(NamedTuple):
+    """A parameter with a gradient, in a group with s > 0."""
+
+    p: Tensor
+    grad: Tensor
+    group: dict[str, Any]
+    ledger: Ledger | None
+    moments: Moments | None
+    increment: Increment | None
+    """How native code would do it, if it may."""
 
 
 class Regularized(Optimizer):
@@ -45,6 +60,8 @@ class Regularized(Optimizer):
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
+        if "_native" not in vars(cls) and any(name in vars(cls) for name in _DEFINING):
+            cls._native = Regularized._native  # type: ignore[method-assign]  # it is not the parent's any more
         cls.__signature__ = _spelled_out(cls)  # type: ignore[attr-defined]
 
     def __init__(self, *args: Any, regularizer: Mapping[str, Any], **kwargs: Any):
@@ -134,7 +151,7 @@ class Regularized(Optimizer):
         None where the step was the base's own: no gradient, no moments, a batch of one, or s = 0.
         """
         lam = self._lambdas.get(p)
-        return None if lam is None else like(lam, p)
+        return None if lam is None else like(lam.clone(), p)  # its memory is that of the next step's, too
 
     def lambda_summary(self) -> LambdaSummary:
         """λ of the last step, summarized per parameter and for the whole model: print it, or log its `as_dict()`.
@@ -142,7 +159,7 @@ class Regularized(Optimizer):
         Where parameters are sharded, it is of this rank's shards: it may be asked for on one rank alone.
         """
         name = names(self)
-        own = ((p, lam, None if p.grad is None else local(p.grad)) for p, lam in self._lambdas.items())
+        own = ((p, self._lambdas[p], None if p.grad is None else local(p.grad)) for p in name if p in self._lambdas)
         return summarize([(name[p], lam, grad, local(p).numel()) for p, lam, grad in own])
 
     # The step ----------------------------------------------------------------------------------------------------------------------
@@ -158,15 +175,13 @@ class Regularized(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        works = self._gather()
+        found = self._found()
+        works, fast = self._gather(found)
         self._base_step()
-        for (
-            group
-        ) in self.param_groups:  # also where there is nothing to do yet: distributed checkpointing asks for all of the state
-            for p in group["params"] if group["s"] else ():
-                if p.grad is not None and p.numel() and p in LEDGERS:
-                    self._prepare(p, group)
-        self._regularize(works)
+        for f in found:  # also where there is nothing to do yet: distributed checkpointing asks for all of the state
+            if f.ledger is not None:
+                self._prepare(f.p, f.group)
+        self._regularize(works, fast)
         return loss
 
     def _base_step(self) -> None:
@@ -175,34 +190,52 @@ class Regularized(Optimizer):
             step = step.__wrapped__
         step(self)
 
-    def _gather(self) -> list[Work]:
-        """The parameters that have what λ needs, as they are before the step. Nothing is changed yet, in case of an error."""
-        found: list[tuple[Tensor, dict[str, Any], Moments | None]] = []
+    def _found(self) -> list[Found]:
+        """The parameters that λ is wanted for, with what was measured of them."""
+        found = []
         for group in self.param_groups:
             self._check(group)
-            moving = (p for p in (group["params"] if group["s"] else ()) if p.grad is not None and p.numel())
-            found += [(p, group, LEDGERS[p].read(p) if p in LEDGERS else None) for p in moving]
-        check_merged(p for p, _, _ in found)
-        compared = self._compared(found)
+            increment = self._native(group) if group["s"] and fused.usual(group) else None
+            for p in group["params"] if group["s"] else ():
+                if (grad := p.grad) is not None and p.numel():
+                    ledger = LEDGERS.get(p)
+                    m = None if ledger is None else ledger.read(p)
+                    fast = increment is not None and m is not None and fused.serves(p, grad, m, self.state.get(p, {}), increment)
+                    found.append(Found(p, grad, group, ledger, m, increment if fast else None))
+        return found
+
+    def _gather(self, found: list[Found]) -> tuple[list[Work], list[Fused]]:
+        """The parameters that have what λ needs, as they are before the step: those that go part by part, and those that go all at once.
+
+        Nothing is changed yet, in case of an error.
+        """
+        check_merged(f.p for f in found)
         works: list[Work] = []
+        fast: list[Fused] = []
         missing, lone = [], False
-        for p, group, m in found:
+        for f, both in zip(found, self._compared(found), strict=True):
+            p, grad, group, ledger, m, increment = f
             if m is not None and m.count < 2:
                 lone = True
                 continue
             try:
-                if p.grad is None or m is None or m.groups < 2:
+                if ledger is None or m is None or m.groups < 2:
                     raise UnmeasuredError
-                self._check_shapes(p, m, group)
-                if (both := compared[p]) is None:
+                if increment is None:  # else all shapes are the same
+                    self._check_shapes(p, m, group)
+                if both is None:
                     raise UnmeasuredError
-                seen = as_seen(m, local(p.grad), both, LEDGERS[p].is_measured(p), LEDGERS[p].precision)
-                if isinstance(seen[1], Tensor) and is_sharded(p):
+                seen, kappa2 = as_seen(m, local(grad), both, ledger.is_measured(p), ledger.precision)
+                if isinstance(kappa2, Tensor) and is_sharded(p):
                     raise ValueError(
                         f"varreg: the gradient of '{names(self)[p]}' was changed element by element (by clip_grad_value_, say), and each rank has "
                         "only a shard of it: what that did to its variance cannot be told. Clip by norm, or use DistributedDataParallel."
                     )
-                works.append(Work(p, local(p), group, self.state[p], m, *seen, local(p.detach()).clone()))
+                state = self.state[p]
+                if increment is not None and isinstance(kappa2, float):
+                    fast.append(Fused(p, group, state, m, kept(seen, m) if increment.of_gradient else m.total, kappa2, increment))
+                else:
+                    works.append(Work(p, local(p), group, state, m, kept(seen, m), kappa2, local(p.detach()).clone()))
             except UnmeasuredError:
                 missing.append(p)
             except OverflowedError:
@@ -211,40 +244,41 @@ class Regularized(Optimizer):
                 pass  # the base's step, as torch would have it
         if missing:
             warn_missing(self, missing, self._warned)
-        if lone and not works:
+        some = bool(works or fast)
+        if lone and not some:
             warn_lone(self, self._warned)
-        if works:
+        if some:
             self._check_model()
             for group in self.param_groups:
                 self._fix(group)
-        return works
+        return works, fast
 
     @staticmethod
-    def _compared(found: list[tuple[Tensor, dict[str, Any], Moments | None]]) -> dict[Tensor, tuple[float, ...] | None]:
+    def _compared(found: list[Found]) -> list[Sequence[float] | None]:
         """What there is to compare of gradients and moments; for parameters in shards, of the whole: one small reduction for all of them.
 
         None where it cannot be had, on this rank or on another.
         """
-        out: dict[Tensor, tuple[float, ...] | None] = {}
-        rows = []
-        for p, _, m in found:
-            usable = m is not None and p.grad is not None and m.total.shape == local(p).shape
-            row = products(m, local(p.grad), is_sharded(p)).double() if usable else None  # type: ignore[arg-type]
+        out: list[Sequence[float] | None] = [None] * len(found)
+        fast, shards = [], []
+        for i, (p, grad, _, _, m, increment) in enumerate(found):
+            row = None
+            if m is not None and (increment is not None or m.total.shape == local(p).shape):
+                if increment is not None or native.serves(m.total, grad, m.square):
+                    fast.append((i, (m.total, grad, m.square)))
+                    continue
+                row = products(m, local(grad), is_sharded(p)).double()
+                out[i] = tuple(row.tolist())
             if is_sharded(p):
-                rows.append(
-                    (
-                        p,
-                        torch.zeros(5, dtype=torch.float64, device=p.device)
-                        if row is None
-                        else torch.cat([row, row.new_ones(1)]),
-                    )
-                )
-            out[p] = None if row is None else tuple(row.tolist())
-        if rows:
-            whole: Any = rows[0][0]
-            summed = total(torch.stack([row for _, row in rows]), whole).tolist()
-            for (p, _), (*values, ranks) in zip(rows, summed, strict=True):
-                out[p] = tuple(values) if ranks == whole.device_mesh.size() else None
+                here = torch.zeros(5, dtype=torch.float64, device=p.device) if row is None else torch.cat([row, row.new_ones(1)])
+                shards.append((i, here))
+        for (i, _), values in zip(fast, native.compare([row for _, row in fast]), strict=True):
+            out[i] = values
+        if shards:
+            whole: Any = found[shards[0][0]].p
+            summed = total(torch.stack([row for _, row in shards]), whole).tolist()
+            for (i, _), (*sums, ranks) in zip(shards, summed, strict=True):
+                out[i] = tuple(sums) if ranks == whole.device_mesh.size() else None
         return out
 
     def _check_model(self) -> None:
@@ -285,8 +319,10 @@ class Regularized(Optimizer):
                 f"have {tuple(expected)}. It was begun with another `per`, or for another model; keep to one, or start a new optimizer."
             )
 
-    def _regularize(self, works: list[Work]) -> None:
-        self._lambdas = {}
+    def _regularize(self, works: list[Work], fast: list[Fused]) -> None:
+        before, self._lambdas = self._lambdas, {}
+        if fast:
+            self._lambdas = fused.run(fast, before)
         for w in works:
             w.first = float(w.state[_STEPS].add_(1)) == 1
         for part in parts(w for w in works if w.group["per"] == "element" and w.p.numel()):
@@ -315,7 +351,7 @@ class Regularized(Optimizer):
         rho, rho_bar = ratio(variance, delta, lead["vr_history"], lead["vr_count"], lead.moments.count, lead.group)
         for group in self.param_groups:
             for p in group["params"] if group["per"] == "model" else ():
-                for key in _HISTORY:
+                for key in HISTORY:
                     if key in self.state.get(p, {}):
                         self.state[p][key].copy_(lead.state[key])
         for w in works:
@@ -356,17 +392,16 @@ class Regularized(Optimizer):
 
     def _prepare(self, p: Tensor, group: dict[str, Any]) -> None:
         """Make the state that is missing."""
-        state, dtype = self.state[p], stat_dtype(p.dtype)
-        sums = self._accumulators(group)
-        if any(key not in state for key in sums) and _STEPS in state:
+        state, sums, calibration = self.state[p], self._accumulators(group), _CALIBRATION if group["calibrate"] else ()
+        missing = [key for key in (*sums, *HISTORY, _STEPS, *calibration) if key not in state]
+        if not missing:
+            return
+        if _STEPS in state and not set(sums).isdisjoint(missing):
             state[_STEPS].zero_()  # an option was switched on: its sums begin now
-        full = dict.fromkeys(sums, True) | dict.fromkeys(_HISTORY, group["per"] == "element") | {_STEPS: False}
-        if group["calibrate"]:
-            full |= dict.fromkeys(_CALIBRATION, False)
-        for key, whole in full.items():
-            if key not in state:
-                zeros = torch.zeros_like(p, dtype=dtype) if whole else torch.zeros((), dtype=dtype, device=p.device)
-                state[key] = zeros if group["per"] != "model" or key not in _HISTORY else self._model_history(key, zeros)
+        dtype, full = stat_dtype(p.dtype), {*sums, *(HISTORY if group["per"] == "element" else ())}
+        for key in missing:
+            zeros = torch.zeros_like(p, dtype=dtype) if key in full else torch.zeros((), dtype=dtype, device=p.device)
+            state[key] = zeros if group["per"] != "model" or key not in HISTORY else self._model_history(key, zeros)
 
     def _model_history(self, key: str, zeros: Tensor) -> Tensor:
         """For a parameter that joins late: what the others have."""
@@ -396,6 +431,10 @@ class Regularized(Optimizer):
     def _accumulators(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Names of the sums that `_increment` keeps in the state, each of the parameter's shape."""
         return ()
+
+    def _native(self, group: dict[str, Any]) -> Increment | None:
+        """The same as `_increment`, by native code that does the whole step; None where there is none for these options."""
+        return None
 
     def _replace_lambda(self, works: list[Work]) -> None:
         """For experiments: a last word on `w.lam`, when those of all parameters are known and none is applied."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from varreg.optim import increments
+from varreg.optim.fused import Increment
 from varreg.optim.parts import Part
 from varreg.optim.regularized import Regularized
 
@@ -75,6 +77,22 @@ class VRSGD(Regularized, torch.optim.SGD):
 
     def _accumulators(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("vr_variance",) if group["momentum"] else ()
+
+    def _native(self, group: dict[str, Any]) -> Increment | None:
+        mu, dampening, decay = group["momentum"], group["dampening"], float(group["weight_decay"])
+        sign = -1.0 if group["maximize"] else 1.0
+
+        def numbers(_: Mapping[str, Any], first: bool) -> tuple[float, ...]:
+            keep, take, a = (0.0, 1.0, 1.0) if first else (mu**2, (1 - dampening) ** 2, 1 - dampening)
+            return keep, take, sign, decay, mu, 1 + 2 * mu * a
+
+        if mu and not group["nesterov"]:
+            return Increment("heavy ball", ("momentum_buffer", "vr_variance"), numbers)
+        if abs(decay * float(group["lr"])) > 0.5:
+            return None  # where x was cannot be told well from where it is
+        if mu:
+            return Increment("nesterov", ("momentum_buffer", "vr_variance"), numbers, of_gradient=True)
+        return Increment("gradient", (), numbers, of_gradient=True)
 
     def _increment(self, part: Part) -> tuple[Tensor, Tensor]:
         group = part.group
