@@ -2,20 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+_PLAIN = frozenset((int, float, bool, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format))
 
-def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+
+def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    found = []
     for a in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(a, Tensor):
-            yield a
+            found.append(a)
         elif isinstance(a, (list, tuple)):
-            for b in a:
-                if isinstance(b, Tensor):
-                    yield b
+            found += [b for b in a if isinstance(b, Tensor)]
+    return found
+
+
+class ValuesMatter(Exception):  # noqa: N818
+    """An argument of which more has to be known than can be said of it here."""
+
+
+def form(values: Iterable[Any], numbered: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Arguments without the values in their tensors: two calls of the same form differ in these alone.
+
+    Of a tensor it says the shape, and which of the `numbered` it is: the same one may be given twice. Of a number it says the type, since
+    `x[1]` is not `x[True]`.
+    """
+    found: list[Any] = []
+    for value in values:
+        kind = value.__class__
+        if kind in _PLAIN:
+            found += (kind, value)
+        elif isinstance(value, Tensor):
+            found += (value.shape, next((i for i, t in enumerate(numbered) if t is value), None))
+        elif kind in (tuple, list, torch.Size):
+            found += (kind, form(value, numbered))
+        elif kind is slice:
+            found += (slice, form((value.start, value.stop, value.step), numbered))
+        else:
+            raise ValuesMatter
+    return tuple(found)
 
 
 def replaced(value: Any, new: dict[int, Any]) -> Any:
@@ -26,7 +55,7 @@ def replaced(value: Any, new: dict[int, Any]) -> Any:
 
 
 def swap(args: Sequence[Any], kwargs: dict[str, Any], new: dict[int, Any]) -> tuple[list[Any], dict[str, Any]]:
-    return [replaced(a, new) for a in args], {k: replaced(v, new) for k, v in kwargs.items()}
+    return [replaced(a, new) for a in args], {k: replaced(v, new) for k, v in kwargs.items()} if kwargs else kwargs
 
 
 def flatten(bound: dict[str, Any]) -> dict[str, Tensor]:

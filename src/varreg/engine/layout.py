@@ -292,6 +292,11 @@ def propagate(op: Operation, batched: Sequence[tuple[Tensor, Layout]], out: Tens
     return next(iter(found))
 
 
+def goes_by_values(op: Operation) -> bool:
+    """Does `propagate` look at values, those of an index, for this call? Else shapes and plain arguments are all that counts."""
+    return _PROPAGATE.get(op.function) is _move and len(tensors_in(op.args, op.kwargs)) > 1
+
+
 def only_sample(t: Tensor) -> Where:
     """In a batch of one everything belongs to the only sample, wherever its dimension went."""
     return Layout(1, 0, 1, t.shape[0]) if t.dim() else Lost("a batch of one became a number")

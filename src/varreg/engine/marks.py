@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +18,7 @@ class Derived:
 
 
 DERIVED = Derived()
+_layout = functools.lru_cache(maxsize=256)(Layout)
 _epoch = 0  # of the forward pass under way: marks of an earlier one mean nothing
 
 
@@ -31,7 +33,7 @@ def mark_of(t: Tensor) -> Where | Derived | None:
     if kept is None or kept[0] != _epoch:
         return None
     payload = kept[1]
-    return Layout._make(payload) if len(payload) == 4 else Lost(*payload) if payload else DERIVED
+    return _layout(*payload) if len(payload) == 4 else Lost(*payload) if payload else DERIVED
 
 
 def mark(t: Tensor, where: Where | Derived) -> None:

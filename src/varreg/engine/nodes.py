@@ -141,7 +141,18 @@ def _autocast_rounding(device: str) -> float:
     return torch.finfo(torch.get_autocast_dtype(device)).eps if torch.is_autocast_enabled(device) else 0.0
 
 
-class Use(torch.autograd.Function):
+class _Node(torch.autograd.Function):
+    """A node that is made at every use, and hence in little time."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """As torch does it where no functorch transform is active; where one is, torch says what is wrong."""
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)
+        return super(torch.autograd.Function, cls).apply(*args)
+
+
+class Use(_Node):
     """Passes a function's outputs on, and takes over the gradients of the parameters that were detached in it."""
 
     @staticmethod
@@ -154,9 +165,10 @@ class Use(torch.autograd.Function):
         saved = tensors[n_outputs + n_params :]
         ctx.save_for_backward(*saved)
         ctx.n_saved = len(saved)
-        outputs = tuple(t.detach() for t in tensors[:n_outputs])
-        ctx.mark_non_differentiable(*(t for t in outputs if not t.is_floating_point()))
-        return outputs
+        outputs = [t.detach() for t in tensors[:n_outputs]]
+        if whole := [t for t in outputs if not t.is_floating_point()]:
+            ctx.mark_non_differentiable(*whole)
+        return tuple(outputs)
 
     @staticmethod
     @_measuring
@@ -171,7 +183,7 @@ class Use(torch.autograd.Function):
         return (None, None, None, None, *grads, *totals, *(None,) * ctx.n_saved)
 
 
-class Spread(torch.autograd.Function):
+class Spread(_Node):
     """Expands a tensor along the batch; its gradient then arrives sample by sample."""
 
     @staticmethod
@@ -274,7 +286,7 @@ def _filled(value: Any, tensors: list[Tensor]) -> Any:
     return type(value)([_filled(v, tensors) for v in value]) if type(value) in (list, tuple) else value
 
 
-class Repeat(torch.autograd.Function):
+class Repeat(_Node):
     """Stands between a parameter and a function that has no rule; repeats the function group by group when its gradient is known."""
 
     @staticmethod

@@ -19,17 +19,28 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from varreg.engine.arguments import flatten, refill, swap, tensors_in, without_tensors
+from varreg.engine.arguments import ValuesMatter, flatten, form, refill, swap, tensors_in, without_tensors
 from varreg.engine.contribution import Contribution
-from varreg.engine.layout import ELEMENTWISE, Layout, Lost, Operation, Where, is_guess, is_independent, name_of, propagate
+from varreg.engine.eager import eager
+from varreg.engine.layout import (
+    ELEMENTWISE,
+    Layout,
+    Lost,
+    Operation,
+    Where,
+    goes_by_values,
+    is_guess,
+    is_independent,
+    name_of,
+    propagate,
+)
 from varreg.engine.marks import DERIVED, Derived, mark, mark_of
 from varreg.engine.nodes import Repeat, Repetition, Spread, Target, Use
 from varreg.engine.rules import RULES, STACKED, Call, Rule
@@ -48,6 +59,8 @@ _CONSTANT = frozenset(
 )
 _CELLS = (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm)
+
+_MOST_PLACES = 1 << 12  # forms of calls that are remembered: some models see new shapes all the time
 
 _OUR_NODES = ("UseBackward", "SpreadBackward", "RepeatBackward")
 
@@ -71,8 +84,10 @@ class Tracer(TorchFunctionMode):
         self.batch = 0  # of the forward pass under way
         self._python: dict[Any, Callable[..., Any] | None] = {}
         self._tried: set[Any] = set()  # calls that are known to keep samples apart
+        self._places: dict[Any, Layout] = {}  # where they take the batch, by the form of the call
         self.lookups: dict[int, tuple[Tensor, Any, Tensor]] = {}  # made without a batch in this forward: result, its node, rows
 
+    @eager
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func in _CONSTANT:
@@ -83,12 +98,14 @@ class Tracer(TorchFunctionMode):
         unknown = False  # does a tensor that lost the batch need a gradient?
         for t in args[:1] if func in _FIRST else tensors_in(args, kwargs):
             where = mark_of(t)
-            if isinstance(where, Layout):
+            if type(where) is Layout:
                 batched.append((t, where))
-            elif isinstance(where, Lost):
+            elif type(where) is Lost:
                 lost = where
                 unknown = unknown or t.requires_grad
-            elif (where is DERIVED and t.requires_grad) or self.observer.ledger(t):
+            elif not t.requires_grad:
+                pass  # a constant
+            elif where is DERIVED or self.observer.ledger(t):
                 tracked.append(t)
             elif t.grad_fn is not None:  # made where the tracer did not see it: the contract says that the batch comes first
                 at = self.observer.contract(t, self.batch)
@@ -143,10 +160,29 @@ class Tracer(TorchFunctionMode):
         index: int,
     ) -> Where:
         """Where the batch is in an output. A guess is tried, once for each kind of call; samples that are mixed are an error."""
+        try:
+            inputs, layouts = zip(*batched, strict=True)
+            key = (func, index, out.shape, layouts, form(args, inputs), form(kwargs.items(), inputs) if kwargs else ())
+        except ValuesMatter:
+            return self._find(func, args, kwargs, batched, out, index)[0]
+        there = self._places.get(key)
+        if there is None:
+            there, settled = self._find(func, args, kwargs, batched, out, index)
+            if settled and isinstance(there, Layout):
+                if len(self._places) >= _MOST_PLACES:
+                    self._places.clear()
+                self._places[key] = there
+        return there
+
+    def _find(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], batched: list[tuple[Tensor, Layout]], out: Tensor, index: int
+    ) -> tuple[Where, bool]:  # fmt: skip
+        """Where the batch is, and is it there in every call of the same form?"""
         op = Operation(func, args, kwargs, index)
         there = propagate(op, batched, out)
+        settled = not goes_by_values(op)
         if self.observer.batch_norm == "contribution":  # samples may meet: what reaches a parameter through their rows is theirs
-            return there
+            return there, settled
         if isinstance(there, Layout) and there.batch > 1 and is_guess(func):
             key = (
                 func,
@@ -157,13 +193,14 @@ class Tracer(TorchFunctionMode):
             )
             if key not in self._tried:
                 independent = is_independent(op, batched, there)
+                settled = settled and bool(independent)
                 if independent:
                     self._tried.add(key)
                 elif independent is False:
                     there = Lost(f"{name_of(func)} mixes samples, or changes their order", mixed=True)
         if out.is_floating_point() and any(x.requires_grad for x, _ in batched):
             self._check_mixed(func, there)
-        return there
+        return there, settled
 
     def _check_mixed(self, func: Any, there: Where) -> None:
         if isinstance(there, Lost) and there.mixed and torch.is_grad_enabled() and self.observer.batch_norm == "refuse":
@@ -216,7 +253,7 @@ class Tracer(TorchFunctionMode):
             self._refuse(
                 func, tracked, "values made of parameters are written into a tensor; build it with torch.cat or torch.where"
             )
-        if _in_place(func) and any(args[0] is t for t in tracked):
+        if args and any(args[0] is t for t in tracked) and _in_place(func):
             self._refuse(func, tracked, "a tensor made of parameters is changed in place; write it as a new tensor")
         if func in ELEMENTWISE or func in _JOIN:
             return self._elementwise(func, args, kwargs, batched, tracked)
@@ -278,37 +315,31 @@ class Tracer(TorchFunctionMode):
         tracked: list[Tensor],
     ) -> Any:  # fmt: skip
         bound = rule.bind(args, kwargs)
-        flat = flatten(bound or {})
-        params = {id(t): t for t in tracked}
-        wants = frozenset(name for name, t in flat.items() if id(t) in params)
-        if bound is None or not (wants <= rule.serves or {name.partition(".")[0] for name in wants} <= rule.serves):
+        if bound is None:
             return None
-        detached = {i: t.detach() for i, t in params.items()}
-        layouts = {name: at for t, at in batched for name, u in flat.items() if u is t}
-        free_args, free_kwargs = swap(args, kwargs, detached if rule.takes_over else {})
+        flat = flatten(bound)
+        detached = {id(t): t.detach() for t in tracked}
+        wants = frozenset([name for name, t in flat.items() if id(t) in detached])
+        if not (wants <= rule.serves or {name.partition(".")[0] for name in wants} <= rule.serves):
+            return None
+        free_args, free_kwargs = swap(args, kwargs, detached) if rule.takes_over else (args, kwargs)
         out = (rule.forward or func)(*free_args, **free_kwargs)
         outs = [out] if isinstance(out, Tensor) else list(out)
         places = [self.where(func, args, kwargs, batched, t, i) for i, t in enumerate(outs)]
         if isinstance(places[0], Lost):
             return None
-        partition = self.observer.partition(places[0].batch)
-        call = Call(wants, {n: t.shape for n, t in flat.items()}, layouts, places[0], partition)
+        layouts = {name: at for t, at in batched for name, u in flat.items() if u is t}
+        shapes = {name: t.shape for name, t in flat.items()}
+        call = Call(wants, shapes, layouts, places[0], self.observer.partition(places[0].batch))
         if not rule.when(call):
             return None
         keep = {name: detached.get(id(t), t) for name, t in flat.items() if name.partition(".")[0] in rule.saves}
-        names = tuple(keep)
-        order = [name for name in flat if name in wants]
-        targets = [(name, self.target(flat[name], rule.name)) for name in order]
-        bound = without_tensors(bound)
-
-        def contributions(grads: list[Tensor | None], saved: Sequence[Tensor]) -> list[tuple[Target, Contribution | None]]:
-            values = refill(bound, dict(zip(names, saved, strict=True)))
-            if all(g is None for g in grads):
-                return [(target, None) for _, target in targets]
-            found = rule.run(call, grads, **values)
-            return [(target, found[name]) for name, target in targets]
-
-        used = Use.apply(contributions, rule.takes_over, len(outs), len(order), *outs, *(flat[n] for n in order), *keep.values())
+        params = {name: t for name, t in flat.items() if name in wants}
+        targets = [self.target(t, rule.name) for t in params.values()]
+        used = Use.apply(
+            *(_Contributions(rule, call, without_tensors(bound), tuple(keep), tuple(params), targets), rule.takes_over),
+            *(len(outs), len(params), *outs, *params.values(), *keep.values()),
+        )
         for t, where in zip(used, places, strict=True):
             mark(t, where)
         return used[0] if isinstance(out, Tensor) else type(out)(used)
@@ -386,6 +417,23 @@ class Tracer(TorchFunctionMode):
         return out
 
 
+class _Contributions(NamedTuple):
+    """What a rule says of one call, when its gradients and the tensors that were kept for it are there."""
+
+    rule: Rule
+    call: Call
+    bound: dict[str, Any]
+    kept: tuple[str, ...]
+    wanted: tuple[str, ...]
+    targets: list[Target]
+
+    def __call__(self, grads: list[Tensor | None], saved: Sequence[Tensor]) -> list[tuple[Target, Contribution | None]]:
+        if all(g is None for g in grads):
+            return [(target, None) for target in self.targets]
+        found = self.rule.run(self.call, grads, **refill(self.bound, dict(zip(self.kept, saved, strict=True))))
+        return [(target, found[name]) for name, target in zip(self.wanted, self.targets, strict=True)]
+
+
 def _in_place(func: Any) -> bool:
     name = name_of(func)
     return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))
@@ -401,12 +449,6 @@ def _graph(t: Tensor) -> Iterator[Any]:
             seen.add(node)
             yield node
             stack += [n for n, _ in node.next_functions]
-
-
-class CompiledTracer(Tracer):
-    """A tracer that torch.compile leaves alone, at the price of a few microseconds for each operation."""
-
-    __torch_function__ = _disable_dynamo(Tracer.__torch_function__)
 
 
 _PLAIN = (int, float, str, type(None))
