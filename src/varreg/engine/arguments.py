@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-
-_PLAIN = frozenset((int, float, bool, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format))
+from torch.utils._pytree import tree_leaves
 
 
 def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -21,30 +19,15 @@ def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     return found
 
 
-class ValuesMatter(Exception):  # noqa: N818
-    """An argument of which more has to be known than can be said of it here."""
-
-
-def form(values: Iterable[Any], numbered: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Arguments without the values in their tensors: two calls of the same form differ in these alone.
-
-    Of a tensor it says the shape, and which of the `numbered` it is: the same one may be given twice. Of a number it says the type, since
-    `x[1]` is not `x[True]`.
-    """
-    found: list[Any] = []
-    for value in values:
-        kind = value.__class__
-        if kind in _PLAIN:
-            found += (kind, value)
-        elif isinstance(value, Tensor):
-            found += (value.shape, next((i for i, t in enumerate(numbered) if t is value), None))
-        elif kind in (tuple, list, torch.Size):
-            found += (kind, form(value, numbered))
-        elif kind is slice:
-            found += (slice, form((value.start, value.stop, value.step), numbered))
-        else:
-            raise ValuesMatter
-    return tuple(found)
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors in a structure of any kind, in order."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if type(tree) in (tuple, list):
+        return [t for value in tree for t in tensors_of(value)]
+    if tree is None or (isinstance(tree, dict) and not tree):
+        return []
+    return [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
 
 
 def replaced(value: Any, new: dict[int, Any]) -> Any:

@@ -24,11 +24,10 @@ def eager(function: Callable[P, T]) -> Callable[P, T]:
     """
     apart = _disable_dynamo(function)
 
-    @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if is_dynamo_compiling() or get_eval_frame_callback() is not None:
             return apart(*args, **kwargs)
         return function(*args, **kwargs)
 
     set_code_exec_strategy(call.__code__, _AS_IT_IS)
-    return call
+    return functools.wraps(function)(call)

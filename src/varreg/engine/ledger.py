@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -108,7 +107,7 @@ class Ledger:
     def __init__(self, name: str, reduction: str):
         self.name, self.reduction = name, reduction
         self.served: dict[str, None] = {}  # names of the rules that served it, in order of appearance
-        self.uses: WeakSet[object] = WeakSet()  # of the graphs that are alive, and may still arrive
+        self.uses: set[int] = set()  # of the graphs that are alive, and may still arrive, by id
         self.expected = 0  # uses that a re-entrant checkpoint will bring: their graphs do not exist yet
         self.shared = False  # more than one use was seen in one window: always wait for all of them
         self.pending: list[Contribution] = []

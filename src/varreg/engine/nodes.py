@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 class Target:
     """Takes contributions to a tensor, and enters them into the ledgers of the parameters that it is made of."""
 
+    __slots__ = ("_epochs", "direct", "dtype", "edge", "leaves", "observer", "rows")
+
     def __init__(self, observer: Observer, t: Tensor, leaves: list[tuple[Tensor, Ledger]], rows: Tensor | None = None):
         self.observer, self.leaves = observer, leaves
         self.rows = rows  # the rows of the only parameter that the tensor is, if it is a lookup
@@ -31,7 +33,12 @@ class Target:
         self.edge = None if self.direct else torch.autograd.graph.get_gradient_edge(t)
         self._epochs: list[object] = []
         for _, ledger in leaves:
-            ledger.uses.add(self)
+            ledger.uses.add(id(self))
+
+    def __del__(self) -> None:
+        """The graph is gone, and will not arrive any more."""
+        for _, ledger in self.leaves:
+            ledger.uses.discard(id(self))
 
     def take(
         self, contribution: Contribution, node: torch.autograd.graph.Node | None, rounding: float = 0.0, own: bool = False
@@ -136,9 +143,11 @@ def _rounding(grads: Sequence[Tensor | None], at_least: float) -> float:
     return max([at_least, *(torch.finfo(g.dtype).eps for g in grads if g is not None)])
 
 
-def _autocast_rounding(device: str) -> float:
+def _autocast_rounding(t: Tensor) -> float:
     """Of what is computed now, whatever comes in and goes out: a GRU takes and gives float32 under autocast."""
-    return torch.finfo(torch.get_autocast_dtype(device)).eps if torch.is_autocast_enabled(device) else 0.0
+    if not (torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(t.device.type)):
+        return 0.0
+    return torch.finfo(torch.get_autocast_dtype(t.device.type)).eps
 
 
 class _Node(torch.autograd.Function):
@@ -149,7 +158,7 @@ class _Node(torch.autograd.Function):
         """As torch does it where no functorch transform is active; where one is, torch says what is wrong."""
         if torch._C._are_functorch_transforms_active():
             return super().apply(*args)
-        return super(torch.autograd.Function, cls).apply(*args)
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
 
 class Use(_Node):
@@ -161,7 +170,7 @@ class Use(_Node):
     ) -> tuple[Tensor, ...]:
         ctx.contributions, ctx.takes_over, ctx.n_outputs, ctx.n_params = contributions, takes_over, n_outputs, n_params
         ctx.set_materialize_grads(False)
-        ctx.rounding = _autocast_rounding(tensors[0].device.type)
+        ctx.rounding = _autocast_rounding(tensors[0])
         saved = tensors[n_outputs + n_params :]
         ctx.save_for_backward(*saved)
         ctx.n_saved = len(saved)
@@ -237,7 +246,7 @@ class Repetition:
         self.partition = Partition(0, 0)
         device = tracked[0].device.type
         self.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        self.rounding = _autocast_rounding(device)
+        self.rounding = _autocast_rounding(tracked[0])
         self.grads: dict[int, tuple[Tensor, Layout]] = {}
 
     def watch(self, index: int, out: Tensor, at: Layout) -> None:

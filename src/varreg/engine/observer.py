@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack, _pop_mode
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from varreg.engine.arguments import tensors_of
 from varreg.engine.checks import BATCH_NORM, batch_norm_message, check_model, check_options, check_whole, place, refuse_gradient
 from varreg.engine.contribution import Partition
 from varreg.engine.eager import eager
@@ -299,7 +299,7 @@ class Observer:
                 self._begin(module, args, kwargs)
         elif not grad and run.inputs is not None:  # a re-entrant checkpoint runs forward without gradients, and again later
             with torch._C.DisableTorchFunction():
-                marks = [mark_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+                marks = [mark_of(t) for t in tensors_of((args, kwargs))]
             self._recalled.setdefault(module, []).append(marks)
         run.modules.append(module)
         if grad and type(module) in MODULE_RULES and run.inputs is not None and run.detached is None:
@@ -336,29 +336,27 @@ class Observer:
         self._attach()
         if not is_tracing():
             new_epoch()
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        inputs = tensors_of((args, kwargs))
         recalled = self._recalled.get(module) if again else None
         marks: list[Any] = recalled.pop() if recalled else []
         if again and marks and len(marks) == len(inputs):
-            self.tracer.batch = next((where.batch for where in marks if isinstance(where, Layout)), 0)
+            batch = next((where.batch for where in marks if isinstance(where, Layout)), 0)
         else:
-            self.tracer.batch = next((t.shape[self.batch_dim] for t in inputs if t.dim() > self.batch_dim), 0)
-            marks = [None if self.ledger(t) else self.contract(t, self.tracer.batch) for t in inputs]
+            batch = next((t.shape[self.batch_dim] for t in inputs if t.dim() > self.batch_dim), 0)
+            marks = [None if self.ledger(t) else self.contract(t, batch) for t in inputs]
         for t, where in zip(inputs, marks, strict=True):
             if where is not None:
                 mark(t, where)
         self._run.inputs = inputs
-        if not again and self.tracer.batch:
-            self._expected = self.partition(self.tracer.batch)
-        self.tracer.lookups = {}
-        self.tracer.__enter__()
+        if not again and batch:
+            self._expected = self.partition(batch)
+        self.tracer.begin(batch)
 
     def _end(self, output: Any) -> None:
         inputs, self._run.inputs = self._run.inputs, None
-        self.tracer.lookups = {}
-        self.tracer.__exit__(None, None, None)
-        for t in tree_leaves(output):
-            if isinstance(t, Tensor) and mark_of(t) is DERIVED and t.requires_grad and not t.is_leaf:
+        self.tracer.end()
+        for t in tensors_of(output):
+            if mark_of(t) is DERIVED and t.requires_grad and not t.is_leaf:
                 t.register_hook(refuse_gradient(tuple(t.shape)))
         if not is_tracing():  # another observed model, around this one, may still need the marks
             forget((inputs, output))
