@@ -64,7 +64,7 @@ class Target:
     def _open(self, partition: Partition) -> None:
         self.observer.open(self.leaves, partition)
         epochs = [ledger.epoch for _, ledger in self.leaves]
-        if any(old is new for old, new in zip(self._epochs, epochs, strict=False)):
+        if self._epochs and any(old is new for old, new in zip(self._epochs, epochs, strict=True)):
             raise RuntimeError(
                 f"varreg: backward() ran a second time through the same forward pass, and gradients of '{self.leaves[0][1].name}' "
                 "were not cleared in between: what one sample contributes to both cannot be told. Add the losses and call "
@@ -129,9 +129,9 @@ def _measuring(backward: Callable[..., Any]) -> Callable[..., Any]:
     def run(ctx: Any, *grads: Any) -> Any:
         _refuse_compiled()
         _refuse_second_order()
-        device = next((g.device.type for g in grads if g is not None), "cpu")
-        if not torch.is_autocast_enabled(device):
+        if not torch._C._is_any_autocast_enabled():
             return backward(ctx, *grads)
+        device = next((g.device.type for g in grads if g is not None), "cpu")
         with torch.autocast(device, enabled=False):
             return backward(ctx, *grads)
 
@@ -140,7 +140,12 @@ def _measuring(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _rounding(grads: Sequence[Tensor | None], at_least: float) -> float:
     """That of the coarsest gradient."""
-    return max([at_least, *(torch.finfo(g.dtype).eps for g in grads if g is not None)])
+    return max([at_least, *(_eps(g.dtype) for g in grads if g is not None)])
+
+
+@functools.cache
+def _eps(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
 
 
 def _autocast_rounding(t: Tensor) -> float:

@@ -350,7 +350,7 @@ class Tracer(TorchFunctionMode):
         leaves = self._leaves(t)
         for _, ledger in leaves:
             ledger.served[rule] = None
-        found = self.lookups.get(id(t))
+        found = self.lookups.get(id(t)) if self.lookups else None
         return Target(self.observer, t, leaves, found[2] if found and found[1] is t.grad_fn else None)
 
     def _ruled(
