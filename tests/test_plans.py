@@ -309,7 +309,12 @@ def test_what_has_no_form():
 
 
 def test_results_of_other_shapes_do_not_fit():
-    plan = Plan(((torch.Size((4, 2)), (4, 0, 1, 1)), None))
+    place = torch.Size((4, 2)), (4, 0, 1, 1)
+    assert Plan((place,)).fits(torch.zeros(4, 2))
+    assert not any(Plan((place,)).fits(o) for o in [torch.zeros(2, 4), 3, None, [torch.zeros(4, 2)] * 2])
+    assert not Plan((place, place)).fits(torch.zeros(4, 2))
+    assert not Plan((None,)).fits(torch.zeros(4, 2))
+    plan = Plan((place, None))
     assert plan.fits((torch.zeros(4, 2), 3))
     assert not any(
         plan.fits(o) for o in [(torch.zeros(2, 4), 3), (torch.zeros(4, 2),), (3, 3), (torch.zeros(4, 2), torch.zeros(1))]

@@ -31,7 +31,7 @@ class Target:
         self.dtype = t.dtype
         self.direct = len(leaves) == 1 and leaves[0][0] is t
         self.edge = None if self.direct else torch.autograd.graph.get_gradient_edge(t)
-        self._epochs: list[object] = []
+        self._epochs: Sequence[object] = ()
         for _, ledger in leaves:
             ledger.uses.add(id(self))
 
@@ -173,12 +173,10 @@ class Use(_Node):
     def forward(
         ctx: Any, contributions: Any, takes_over: bool, n_outputs: int, n_params: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.contributions, ctx.takes_over, ctx.n_outputs, ctx.n_params = contributions, takes_over, n_outputs, n_params
-        ctx.set_materialize_grads(False)
-        ctx.rounding = _autocast_rounding(tensors[0])
         saved = tensors[n_outputs + n_params :]
+        ctx.use = contributions, takes_over, n_outputs, n_params, len(saved), _autocast_rounding(tensors[0])
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
-        ctx.n_saved = len(saved)
         outputs = [t.detach() for t in tensors[:n_outputs]]
         if whole := [t for t in outputs if not t.is_floating_point()]:
             ctx.mark_non_differentiable(*whole)
@@ -187,14 +185,14 @@ class Use(_Node):
     @staticmethod
     @_measuring
     def backward(ctx: Any, *grads: Any) -> Any:
-        first = ctx.n_outputs
-        found = ctx.contributions(list(grads), ctx.saved_tensors)
-        edges = ctx.next_functions[first : first + ctx.n_params]  # one per tensor input; other inputs have none
-        how = _rounding(grads, ctx.rounding), not ctx.takes_over
+        contributions, takes_over, n_outputs, n_params, n_saved, rounding = ctx.use
+        found = contributions(list(grads), ctx.saved_tensors)
+        edges = ctx.next_functions[n_outputs : n_outputs + n_params]  # one per tensor input; other inputs have none
+        how = _rounding(grads, rounding), not takes_over
         totals = [None if c is None else target.take(c, edge[0], *how) for (target, c), edge in zip(found, edges, strict=True)]
-        if not ctx.takes_over:
-            totals = [None] * ctx.n_params
-        return (None, None, None, None, *grads, *totals, *(None,) * ctx.n_saved)
+        if not takes_over:
+            totals = [None] * n_params
+        return (None, None, None, None, *grads, *totals, *(None,) * n_saved)
 
 
 class Spread(_Node):

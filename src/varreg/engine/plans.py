@@ -18,6 +18,7 @@ from varreg.engine.marks import payload_of, put
 from varreg.engine.rules import Call, Rule
 
 Form = tuple[Any, ...]
+Place = tuple[torch.Size, tuple[Any, ...]]  # shape and mark
 
 _PLAIN = frozenset((int, float, bool, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format))
 _LAYOUT = len(Layout._fields)
@@ -81,27 +82,35 @@ class Serving(NamedTuple):
     wanted: dict[str, int]
     """Those that contributions are for."""
 
+    def parameters(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensors[i] for i in self.wanted.values()]
+
 
 class Plan(NamedTuple):
     """Where a call takes the batch, in each of its results, and the rule that serves it, if there are parameters in it."""
 
-    places: tuple[tuple[torch.Size, tuple[Any, ...]] | None, ...]
-    """Shape and mark of each result that is a tensor."""
+    places: tuple[Place | None, ...]
+    """Of each result that is a tensor; None for others."""
     serving: Serving | None = None
 
-    def fits(self, outs: Sequence[Any]) -> bool:
+    def fits(self, out: Any) -> bool:
         """Are the results of the shapes that the plan was made for?"""
-        if len(outs) != len(self.places):
-            return False
-        for out, place in zip(outs, self.places, strict=True):
-            if (place is not None) if not isinstance(out, Tensor) else (place is None or out.shape != place[0]):
-                return False
-        return True
+        if isinstance(out, Tensor):
+            return len(self.places) == 1 and _fits(out, self.places[0])
+        outs = results(out)
+        return len(outs) == len(self.places) and all(map(_fits, outs, self.places))
 
     def mark(self, outs: Sequence[Any]) -> None:
+        """Mark results that fit."""
         for out, place in zip(outs, self.places, strict=True):
             if place is not None:
                 put(out, place[1])
+
+
+def _fits(out: Any, place: Place | None) -> bool:
+    return (
+        out.shape == place[0] if isinstance(out, Tensor) and place is not None else not isinstance(out, Tensor) and place is None
+    )
 
 
 def results(out: Any) -> Sequence[Any]:

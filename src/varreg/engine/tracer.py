@@ -44,7 +44,7 @@ from varreg.engine.layout import (
 )
 from varreg.engine.marks import DERIVED, Derived, mark, mark_of, payload_of
 from varreg.engine.nodes import Repeat, Repetition, Spread, Target, Use
-from varreg.engine.plans import Form, Plan, Serving, form_of, results
+from varreg.engine.plans import Form, Place, Plan, Serving, form_of, results
 from varreg.engine.rules import RULES, STACKED, Call, Rule
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Tracer(TorchFunctionMode):
     def _passed(self, plan: Plan, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A call without parameters, like an earlier one; should its results be of other shapes, they are looked at."""
         out = func(*args, **kwargs)
-        if plan.fits(results(out)):
+        if plan.fits(out):
             plan.mark(results(out))
         else:
             batched = self._sorted(func, args, kwargs)[0]
@@ -192,14 +192,15 @@ class Tracer(TorchFunctionMode):
         """Keep where the results carry the batch, if it is certain, and for every call of this form."""
         if form is None:
             return
-        places: list[tuple[torch.Size, Any] | None] = []
+        places: list[Place | None] = []
         for i, t in enumerate(outs):
-            there = mark_of(t) if isinstance(t, Tensor) else None
-            if isinstance(t, Tensor):
-                op = Operation(func, args, kwargs, i)
-                if not isinstance(there, Layout) or goes_by_values(op) or not self._is_certain(op, batched, there):
-                    return
-            places.append((t.shape, payload_of(t)) if isinstance(t, Tensor) else None)
+            if not isinstance(t, Tensor):
+                places.append(None)
+                continue
+            op, there, payload = Operation(func, args, kwargs, i), mark_of(t), payload_of(t)
+            if not isinstance(there, Layout) or payload is None or goes_by_values(op) or not self._is_certain(op, batched, there):
+                return
+            places.append((t.shape, payload))
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
         self._plans[form] = Plan(tuple(places), serving)
@@ -385,8 +386,8 @@ class Tracer(TorchFunctionMode):
         self, plan: Plan, serving: Serving, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> Any:
         """A call that a rule serves, like an earlier one; None if it is unlike in what it returns."""
-        out, detached = _run_detached(serving.rule, func, args, kwargs, [tensors[i] for i in serving.wanted.values()])
-        if not plan.fits(results(out)):
+        out, detached = _run_detached(serving.rule, func, args, kwargs, serving.parameters(tensors))
+        if not plan.fits(out):
             return None
         used = self._use(serving, out, tensors, detached)
         plan.mark(used)
@@ -395,7 +396,7 @@ class Tracer(TorchFunctionMode):
     def _use(self, serving: Serving, out: Any, tensors: list[Tensor], detached: dict[int, Tensor]) -> tuple[Tensor, ...]:
         """The results, with a node behind them that takes over the gradients of the parameters."""
         outs, rule = results(out), serving.rule
-        params = [tensors[i] for i in serving.wanted.values()]
+        params = serving.parameters(tensors)
         kept = [detached.get(id(tensors[i]), tensors[i]) for i in serving.kept.values()]
         contributions = _Contributions(serving, [self.target(t, rule.name) for t in params])
         used: tuple[Tensor, ...] = Use.apply(contributions, rule.takes_over, len(outs), len(params), *outs, *params, *kept)
