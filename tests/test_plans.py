@@ -99,6 +99,17 @@ def test_an_index_with_other_values():
     step(model, torch.randn(5, 3))
 
 
+def test_an_index_with_other_values_in_a_call_that_was_tried():
+    """In the first call it changes nothing; in the second one it shuffles."""
+    model = Fn(lambda s, x: s.l(torch.tanh(s.l(x)).index_select(0, s.order)), l=nn.Linear(3, 3))
+    varreg.observe(model)
+    model.order = torch.arange(5)
+    just_step(model, torch.randn(5, 3))
+    model.order = torch.arange(5).flip(0)
+    with pytest.raises(ValueError, match="index_select mixes samples, or changes their order"):
+        just_step(model, torch.randn(5, 3))
+
+
 def test_a_tensor_that_lost_the_batch_where_one_that_carries_it_was():
     model = Fn(lambda s, x: s.l(x[torch.randperm(len(x))] if s.shuffles else x), l=nn.Linear(3, 2))
     varreg.observe(model)

@@ -292,9 +292,17 @@ def propagate(op: Operation, batched: Sequence[tuple[Tensor, Layout]], out: Tens
     return next(iter(found))
 
 
-def goes_by_values(op: Operation) -> bool:
-    """Does `propagate` look at values, those of an index, for this call? Else shapes and plain arguments are all that counts."""
-    return _PROPAGATE.get(op.function) is _move and len(tensors_in(op.args, op.kwargs)) > 1
+def goes_by_values(op: Operation, batched: Sequence[tuple[Tensor, Layout]]) -> bool:
+    """Do values, those of an index, say where the batch goes? Else shapes and plain arguments are all that counts."""
+    tensors = tensors_in(op.args, op.kwargs)
+    if _PROPAGATE.get(op.function) is _move:
+        return len(tensors) > 1
+    carriers = {id(x) for x, _ in batched}
+    return is_guess(op.function) and any(_is_integer(t) and id(t) not in carriers for t in tensors)
+
+
+def _is_integer(t: Tensor) -> bool:
+    return not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)
 
 
 def only_sample(t: Tensor) -> Where:

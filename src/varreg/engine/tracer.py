@@ -198,7 +198,12 @@ class Tracer(TorchFunctionMode):
                 places.append(None)
                 continue
             op, there, payload = Operation(func, args, kwargs, i), mark_of(t), payload_of(t)
-            if not isinstance(there, Layout) or payload is None or goes_by_values(op) or not self._is_certain(op, batched, there):
+            if (
+                not isinstance(there, Layout)
+                or payload is None
+                or goes_by_values(op, batched)
+                or not self._is_certain(op, batched, there)
+            ):
                 return
             places.append((t.shape, payload))
         if len(self._plans) >= _MOST_PLANS:
@@ -243,8 +248,9 @@ class Tracer(TorchFunctionMode):
 
     def _is_certain(self, op: Operation, batched: list[tuple[Tensor, Layout]], there: Layout) -> bool:
         """Is it more than a guess that the batch is there, or one that was tried?"""
-        samples_may_meet = self.observer.batch_norm == "contribution"
-        return samples_may_meet or there.batch <= 1 or not is_guess(op.function) or _trial(op, batched, there) in self._tried
+        if self.observer.batch_norm == "contribution" or there.batch <= 1 or not is_guess(op.function):
+            return True
+        return _trial(op, batched, there) in self._tried and not goes_by_values(op, batched)
 
     def _check_mixed(self, func: Any, there: Where) -> None:
         if isinstance(there, Lost) and there.mixed and torch.is_grad_enabled() and self.observer.batch_norm == "refuse":
