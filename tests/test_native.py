@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,12 @@ def cases(dtype):
     history, count = torch.zeros_like(delta), torch.zeros_like(delta)
     history[len(SPECIAL) ** 2 :], count[len(SPECIAL) ** 2 :] = 1.5, 3.0
     return variance, delta, history, count
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_it_is_in_use_where_there_is_a_compiler():
+    """Else the tests of native code would be skipped, and nobody would know."""
+    assert native.status() == "in use"
 
 
 @needs_compiler

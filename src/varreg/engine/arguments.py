@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 
-def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    found = []
     for a in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(a, Tensor):
-            yield a
+            found.append(a)
         elif isinstance(a, (list, tuple)):
-            for b in a:
-                if isinstance(b, Tensor):
-                    yield b
+            found += [b for b in a if isinstance(b, Tensor)]
+    return found
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors in a structure of any kind, in order."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if type(tree) in (tuple, list):
+        return [t for value in tree for t in tensors_of(value)]
+    if tree is None or (isinstance(tree, dict) and not tree):
+        return []
+    return [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
 
 
 def replaced(value: Any, new: dict[int, Any]) -> Any:
@@ -26,7 +38,7 @@ def replaced(value: Any, new: dict[int, Any]) -> Any:
 
 
 def swap(args: Sequence[Any], kwargs: dict[str, Any], new: dict[int, Any]) -> tuple[list[Any], dict[str, Any]]:
-    return [replaced(a, new) for a in args], {k: replaced(v, new) for k, v in kwargs.items()}
+    return [replaced(a, new) for a in args], {k: replaced(v, new) for k, v in kwargs.items()} if kwargs else kwargs
 
 
 def flatten(bound: dict[str, Any]) -> dict[str, Tensor]:

@@ -292,6 +292,19 @@ def propagate(op: Operation, batched: Sequence[tuple[Tensor, Layout]], out: Tens
     return next(iter(found))
 
 
+def goes_by_values(op: Operation, batched: Sequence[tuple[Tensor, Layout]]) -> bool:
+    """Do values, those of an index, say where the batch goes? Else shapes and plain arguments are all that counts."""
+    tensors = tensors_in(op.args, op.kwargs)
+    if _PROPAGATE.get(op.function) is _move:
+        return len(tensors) > 1
+    carriers = {id(x) for x, _ in batched}
+    return is_guess(op.function) and any(_is_integer(t) and id(t) not in carriers for t in tensors)
+
+
+def _is_integer(t: Tensor) -> bool:
+    return not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)
+
+
 def only_sample(t: Tensor) -> Where:
     """In a batch of one everything belongs to the only sample, wherever its dimension went."""
     return Layout(1, 0, 1, t.shape[0]) if t.dim() else Lost("a batch of one became a number")

@@ -7,16 +7,18 @@ windows, sums and counts add up (micro-batches), until the gradient is cleared, 
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass, replace
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef
 
 from varreg import native
 from varreg.engine.contribution import Contribution, Partition, combine
 from varreg.engine.shards import is_sharded, like, local
+
+_BEGINNING = 1 << 8  # elements
 
 
 @dataclass(frozen=True, repr=False)
@@ -113,7 +115,7 @@ class Ledger:
     def __init__(self, name: str, reduction: str):
         self.name, self.reduction = name, reduction
         self.served: dict[str, None] = {}  # names of the rules that served it, in order of appearance
-        self.uses: WeakSet[object] = WeakSet()  # of the graphs that are alive, and may still arrive
+        self.uses: set[int] = set()  # of the graphs that are alive, and may still arrive, by id
         self.expected = 0  # uses that a re-entrant checkpoint will bring: their graphs do not exist yet
         self.shared = False  # more than one use was seen in one window: always wait for all of them
         self.pending: list[Contribution] = []
@@ -143,7 +145,7 @@ class Ledger:
             return self._seen is not None or self.merged is not None
         if self.total is None or (not look and self._seen == _trace(p.grad)):
             return False
-        return not bool(local(p.grad).any()) and bool(self.total.any())
+        return is_zero(local(p.grad)) and not is_zero(self.total)
 
     def open(self, p: Tensor) -> None:
         """A window begins for this parameter."""
@@ -167,7 +169,7 @@ class Ledger:
             total = contribution.total()
         else:
             total = self._enter(contribution)
-        return None if total is None else total.to(dtype)
+        return total if total is None or total.dtype == dtype else total.to(dtype)
 
     def _enter(self, contribution: Contribution) -> Tensor | None:
         total, square = contribution.sums()
@@ -227,8 +229,8 @@ class Ledger:
 
     def signs(self, p: Tensor) -> tuple[bool, bool]:
         """Of a sharded parameter, before gradients are reduced: is there something in this rank's part of its gradient, and was there?"""
-        now = p.grad is not None and bool(local(p.grad).any())
-        return now, self.merged is not None and self.total is not None and bool(self.total.any())
+        now = p.grad is not None and not is_zero(local(p.grad))
+        return now, self.merged is not None and self.total is not None and not is_zero(self.total)
 
     def merge(self, count: int, groups: int, square: Tensor, total: Tensor | None) -> None:
         """The sums of all ranks since the last synchronisation, and the gradient that they now share."""
@@ -250,13 +252,47 @@ class Ledger:
         return Moments(count, groups, self.total, square, self.reduction)
 
 
+def is_zero(t: Tensor) -> bool:
+    """Is there nothing in it? Mostly there is something right at the beginning."""
+    if t.numel() > _BEGINNING and t.is_contiguous() and bool(t.view(-1)[:_BEGINNING].any()):
+        return False
+    return not bool(t.any())
+
+
 def _trace(grad: Tensor) -> tuple[int, int, int]:
     """What changes when a gradient is another one, or is written to: as a whole, or, where it is sharded, in this rank's part."""
     part = local(grad)
     return part.data_ptr(), grad._version, part._version
 
 
-LEDGERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+class Ledgers:
+    """Ledgers by parameter, for as long as the parameter lives. Optimizers ask for every parameter at every step."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[weakref.ref[Tensor], Ledger]] = {}
+
+    def __setitem__(self, p: Tensor, ledger: Ledger) -> None:
+        key, kept = id(p), self._kept
+        kept[key] = (weakref.ref(p, lambda _: kept.pop(key, None)), ledger)  # before anything else can have that id
+
+    def get(self, p: Tensor) -> Ledger | None:
+        found = self._kept.get(id(p))
+        return None if found is None else found[1]
+
+    def __getitem__(self, p: Tensor) -> Ledger:
+        return self._kept[id(p)][1]
+
+    def __delitem__(self, p: Tensor) -> None:
+        del self._kept[id(p)]
+
+    def __contains__(self, p: Tensor) -> bool:
+        return id(p) in self._kept
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+LEDGERS = Ledgers()
 """Every observed parameter's ledger."""
 
 
@@ -276,7 +312,7 @@ def moments(p: Tensor) -> Moments | None:
     """
     if not isinstance(p, Tensor):
         raise ValueError(f"varreg: moments expects a parameter (a tensor), got {type(p).__name__}.")
-    ledger: Ledger | None = LEDGERS.get(p)
+    ledger = LEDGERS.get(p)
     found = None if ledger is None else ledger.read(p)
     if found is not None and is_sharded(p):
         return replace(found, total=like(found.total, p), square=like(found.square, p))

@@ -23,15 +23,22 @@ if TYPE_CHECKING:
 class Target:
     """Takes contributions to a tensor, and enters them into the ledgers of the parameters that it is made of."""
 
+    __slots__ = ("_epochs", "direct", "dtype", "edge", "leaves", "observer", "rows")
+
     def __init__(self, observer: Observer, t: Tensor, leaves: list[tuple[Tensor, Ledger]], rows: Tensor | None = None):
         self.observer, self.leaves = observer, leaves
         self.rows = rows  # the rows of the only parameter that the tensor is, if it is a lookup
         self.dtype = t.dtype
         self.direct = len(leaves) == 1 and leaves[0][0] is t
         self.edge = None if self.direct else torch.autograd.graph.get_gradient_edge(t)
-        self._epochs: list[object] = []
+        self._epochs: Sequence[object] = ()
         for _, ledger in leaves:
-            ledger.uses.add(self)
+            ledger.uses.add(id(self))
+
+    def __del__(self) -> None:
+        """The graph is gone, and will not arrive any more."""
+        for _, ledger in self.leaves:
+            ledger.uses.discard(id(self))
 
     def take(
         self, contribution: Contribution, node: torch.autograd.graph.Node | None, rounding: float = 0.0, own: bool = False
@@ -57,7 +64,7 @@ class Target:
     def _open(self, partition: Partition) -> None:
         self.observer.open(self.leaves, partition)
         epochs = [ledger.epoch for _, ledger in self.leaves]
-        if any(old is new for old, new in zip(self._epochs, epochs, strict=False)):
+        if self._epochs and any(old is new for old, new in zip(self._epochs, epochs, strict=True)):
             raise RuntimeError(
                 f"varreg: backward() ran a second time through the same forward pass, and gradients of '{self.leaves[0][1].name}' "
                 "were not cleared in between: what one sample contributes to both cannot be told. Add the losses and call "
@@ -122,9 +129,9 @@ def _measuring(backward: Callable[..., Any]) -> Callable[..., Any]:
     def run(ctx: Any, *grads: Any) -> Any:
         _refuse_compiled()
         _refuse_second_order()
-        device = next((g.device.type for g in grads if g is not None), "cpu")
-        if not torch.is_autocast_enabled(device):
+        if not torch._C._is_any_autocast_enabled():
             return backward(ctx, *grads)
+        device = next((g.device.type for g in grads if g is not None), "cpu")
         with torch.autocast(device, enabled=False):
             return backward(ctx, *grads)
 
@@ -133,45 +140,62 @@ def _measuring(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _rounding(grads: Sequence[Tensor | None], at_least: float) -> float:
     """That of the coarsest gradient."""
-    return max([at_least, *(torch.finfo(g.dtype).eps for g in grads if g is not None)])
+    return max([at_least, *(_eps(g.dtype) for g in grads if g is not None)])
 
 
-def _autocast_rounding(device: str) -> float:
+@functools.cache
+def _eps(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
+
+
+def _autocast_rounding(t: Tensor) -> float:
     """Of what is computed now, whatever comes in and goes out: a GRU takes and gives float32 under autocast."""
-    return torch.finfo(torch.get_autocast_dtype(device)).eps if torch.is_autocast_enabled(device) else 0.0
+    if not (torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(t.device.type)):
+        return 0.0
+    return torch.finfo(torch.get_autocast_dtype(t.device.type)).eps
 
 
-class Use(torch.autograd.Function):
+class _Node(torch.autograd.Function):
+    """A node that is made at every use, and hence in little time."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """As torch does it where no functorch transform is active; where one is, torch says what is wrong."""
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+
+
+class Use(_Node):
     """Passes a function's outputs on, and takes over the gradients of the parameters that were detached in it."""
 
     @staticmethod
     def forward(
         ctx: Any, contributions: Any, takes_over: bool, n_outputs: int, n_params: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.contributions, ctx.takes_over, ctx.n_outputs, ctx.n_params = contributions, takes_over, n_outputs, n_params
-        ctx.set_materialize_grads(False)
-        ctx.rounding = _autocast_rounding(tensors[0].device.type)
         saved = tensors[n_outputs + n_params :]
+        ctx.use = contributions, takes_over, n_outputs, n_params, len(saved), _autocast_rounding(tensors[0])
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
-        ctx.n_saved = len(saved)
-        outputs = tuple(t.detach() for t in tensors[:n_outputs])
-        ctx.mark_non_differentiable(*(t for t in outputs if not t.is_floating_point()))
-        return outputs
+        outputs = [t.detach() for t in tensors[:n_outputs]]
+        if whole := [t for t in outputs if not t.is_floating_point()]:
+            ctx.mark_non_differentiable(*whole)
+        return tuple(outputs)
 
     @staticmethod
     @_measuring
     def backward(ctx: Any, *grads: Any) -> Any:
-        first = ctx.n_outputs
-        found = ctx.contributions(list(grads), ctx.saved_tensors)
-        edges = ctx.next_functions[first : first + ctx.n_params]  # one per tensor input; other inputs have none
-        how = _rounding(grads, ctx.rounding), not ctx.takes_over
+        contributions, takes_over, n_outputs, n_params, n_saved, rounding = ctx.use
+        found = contributions(list(grads), ctx.saved_tensors)
+        edges = ctx.next_functions[n_outputs : n_outputs + n_params]  # one per tensor input; other inputs have none
+        how = _rounding(grads, rounding), not takes_over
         totals = [None if c is None else target.take(c, edge[0], *how) for (target, c), edge in zip(found, edges, strict=True)]
-        if not ctx.takes_over:
-            totals = [None] * ctx.n_params
-        return (None, None, None, None, *grads, *totals, *(None,) * ctx.n_saved)
+        if not takes_over:
+            totals = [None] * n_params
+        return (None, None, None, None, *grads, *totals, *(None,) * n_saved)
 
 
-class Spread(torch.autograd.Function):
+class Spread(_Node):
     """Expands a tensor along the batch; its gradient then arrives sample by sample."""
 
     @staticmethod
@@ -225,7 +249,7 @@ class Repetition:
         self.partition = Partition(0, 0)
         device = tracked[0].device.type
         self.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        self.rounding = _autocast_rounding(device)
+        self.rounding = _autocast_rounding(tracked[0])
         self.grads: dict[int, tuple[Tensor, Layout]] = {}
 
     def watch(self, index: int, out: Tensor, at: Layout) -> None:
@@ -274,7 +298,7 @@ def _filled(value: Any, tensors: list[Tensor]) -> Any:
     return type(value)([_filled(v, tensors) for v in value]) if type(value) in (list, tuple) else value
 
 
-class Repeat(torch.autograd.Function):
+class Repeat(_Node):
     """Stands between a parameter and a function that has no rule; repeats the function group by group when its gradient is known."""
 
     @staticmethod

@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.overrides import _get_current_function_mode_stack, _pop_mode
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from varreg.engine.arguments import tensors_of
 from varreg.engine.checks import BATCH_NORM, batch_norm_message, check_model, check_options, check_whole, place, refuse_gradient
 from varreg.engine.contribution import Partition
+from varreg.engine.eager import eager
 from varreg.engine.layout import Layout
 from varreg.engine.ledger import LEDGERS, Ledger, moments
 from varreg.engine.marks import DERIVED, forget, mark, mark_of, new_epoch
 from varreg.engine.modules import MODULE_RULES, detach_own, restore_own, use_rule
 from varreg.engine.summary import Summary, summarize
-from varreg.engine.tracer import CompiledTracer, Tracer, is_tracing
+from varreg.engine.tracer import Tracer, is_tracing
 
 _EXPECTED = {  # the function through which each layer's parameters meet the batch, for the coverage table before the first step
     nn.Linear: "linear", nn.Bilinear: "bilinear", nn.Conv1d: "conv", nn.Conv2d: "conv", nn.Conv3d: "conv",
@@ -138,11 +138,13 @@ class Observer:
 
     def ledger(self, t: Tensor) -> Ledger | None:
         """The ledger of an observed parameter; None for any other tensor. Learns of parameters that came after `observe`."""
+        if not t.requires_grad:
+            return None
         p = self._shard_of(t)
         found = self._known.get(id(p))
         if found is not None and found[0] is p:
-            return found[1] if t.requires_grad else None
-        if t.requires_grad and t.grad_fn is None and isinstance(t, nn.Parameter):
+            return found[1]
+        if t.grad_fn is None and isinstance(t, nn.Parameter):
             self._learn()
             found = self._known.get(id(self._shard_of(t)))
             return found[1] if found else None
@@ -297,7 +299,7 @@ class Observer:
                 self._begin(module, args, kwargs)
         elif not grad and run.inputs is not None:  # a re-entrant checkpoint runs forward without gradients, and again later
             with torch._C.DisableTorchFunction():
-                marks = [mark_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+                marks = [mark_of(t) for t in tensors_of((args, kwargs))]
             self._recalled.setdefault(module, []).append(marks)
         run.modules.append(module)
         if grad and type(module) in MODULE_RULES and run.inputs is not None and run.detached is None:
@@ -334,31 +336,27 @@ class Observer:
         self._attach()
         if not is_tracing():
             new_epoch()
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        inputs = tensors_of((args, kwargs))
         recalled = self._recalled.get(module) if again else None
         marks: list[Any] = recalled.pop() if recalled else []
         if again and marks and len(marks) == len(inputs):
-            self.tracer.batch = next((where.batch for where in marks if isinstance(where, Layout)), 0)
+            batch = next((where.batch for where in marks if isinstance(where, Layout)), 0)
         else:
-            self.tracer.batch = next((t.shape[self.batch_dim] for t in inputs if t.dim() > self.batch_dim), 0)
-            marks = [None if self.ledger(t) else self.contract(t, self.tracer.batch) for t in inputs]
+            batch = next((t.shape[self.batch_dim] for t in inputs if t.dim() > self.batch_dim), 0)
+            marks = [None if self.ledger(t) else self.contract(t, batch) for t in inputs]
         for t, where in zip(inputs, marks, strict=True):
             if where is not None:
                 mark(t, where)
         self._run.inputs = inputs
-        if not again and self.tracer.batch:
-            self._expected = self.partition(self.tracer.batch)
-        if type(self.tracer) is Tracer and _compile_is_in_use():
-            self.tracer.__class__ = CompiledTracer
-        self.tracer.lookups = {}
-        self.tracer.__enter__()
+        if not again and batch:
+            self._expected = self.partition(batch)
+        self.tracer.begin(batch)
 
     def _end(self, output: Any) -> None:
         inputs, self._run.inputs = self._run.inputs, None
-        self.tracer.lookups = {}
-        self.tracer.__exit__(None, None, None)
-        for t in tree_leaves(output):
-            if isinstance(t, Tensor) and mark_of(t) is DERIVED and t.requires_grad and not t.is_leaf:
+        self.tracer.end()
+        for t in tensors_of(output):
+            if mark_of(t) is DERIVED and t.requires_grad and not t.is_leaf:
                 t.register_hook(refuse_gradient(tuple(t.shape)))
         if not is_tracing():  # another observed model, around this one, may still need the marks
             forget((inputs, output))
@@ -380,11 +378,6 @@ class _Run(threading.local):
         self.frame: Any = None  # the outermost one's call
         self.inputs: list[Tensor] | None = None  # of the forward that is traced; None while none is
         self.detached: tuple[nn.Module, dict[str, nn.Parameter]] | None = None  # a module that a registered rule serves, running
-
-
-def _compile_is_in_use() -> bool:
-    dynamo = sys.modules.get("torch._dynamo")
-    return dynamo is not None and bool(dynamo.eval_frame.cached_backends)
 
 
 def _calling_frame() -> Any:
@@ -410,7 +403,7 @@ class _Enter:
     def __init__(self, observer: Observer | None = None):
         self.observer = observer
 
-    @_disable_dynamo  # torch.compile leaves our code alone
+    @eager
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if self.observer is not None:
             self.observer.enter(module, args, kwargs)
@@ -425,7 +418,7 @@ class _Leave:
     def __init__(self, observer: Observer | None = None):
         self.observer = observer
 
-    @_disable_dynamo
+    @eager
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any = None) -> Any:
         return None if self.observer is None else self.observer.leave(module, args, kwargs, output)
 

@@ -19,19 +19,32 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._compile import _disable_dynamo
+from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from varreg.engine.arguments import flatten, refill, swap, tensors_in, without_tensors
 from varreg.engine.contribution import Contribution
-from varreg.engine.layout import ELEMENTWISE, Layout, Lost, Operation, Where, is_guess, is_independent, name_of, propagate
-from varreg.engine.marks import DERIVED, Derived, mark, mark_of
+from varreg.engine.eager import eager
+from varreg.engine.layout import (
+    ELEMENTWISE,
+    Layout,
+    Lost,
+    Operation,
+    Where,
+    goes_by_values,
+    is_guess,
+    is_independent,
+    name_of,
+    propagate,
+)
+from varreg.engine.marks import DERIVED, Derived, mark, mark_of, payload_of
 from varreg.engine.nodes import Repeat, Repetition, Spread, Target, Use
+from varreg.engine.plans import Form, Place, Plan, Serving, form_of, results
 from varreg.engine.rules import RULES, STACKED, Call, Rule
 
 if TYPE_CHECKING:
@@ -48,6 +61,8 @@ _CONSTANT = frozenset(
 )
 _CELLS = (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm)
+
+_MOST_PLANS = 1 << 12  # forms of calls that are remembered: some models see new shapes all the time
 
 _OUR_NODES = ("UseBackward", "SpreadBackward", "RepeatBackward")
 
@@ -71,39 +86,58 @@ class Tracer(TorchFunctionMode):
         self.batch = 0  # of the forward pass under way
         self._python: dict[Any, Callable[..., Any] | None] = {}
         self._tried: set[Any] = set()  # calls that are known to keep samples apart
+        self._plans: dict[Form, Plan] = {}  # what was found out about calls, by their form
+        self._split: Any = None  # groups, rank and world that they were made for
         self.lookups: dict[int, tuple[Tensor, Any, Tensor]] = {}  # made without a batch in this forward: result, its node, rows
 
+    def begin(self, batch: int) -> None:
+        """A forward begins, with so many samples."""
+        self.batch, self.lookups = batch, {}
+        split = self.observer.groups, self.observer.rank, self.observer.world
+        if split != self._split:  # how batches are split is a part of plans
+            self._plans.clear()
+            self._split = split
+        self.__enter__()
+
+    def end(self) -> None:
+        self.lookups = {}
+        self.__exit__(None, None, None)
+
+    @eager
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        form = None
+        if torch.is_grad_enabled():
+            form, tensors = form_of(func, args, kwargs, self.observer.ledger)
+            plan = None if form is None else self._plans.get(form)
+            if plan is not None:
+                if plan.serving is None:
+                    return self._passed(plan, func, args, kwargs)
+                if (out := self._served(plan, plan.serving, func, args, kwargs, tensors)) is not None:
+                    return out
+        return self._look(func, args, kwargs, form)
+
+    def _passed(self, plan: Plan, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A call without parameters, like an earlier one; should its results be of other shapes, they are looked at."""
+        out = func(*args, **kwargs)
+        if plan.fits(out):
+            plan.mark(results(out))
+        else:
+            batched = self._sorted(func, args, kwargs)[0]
+            self._mark(out, lambda t, i: self.where(func, args, kwargs, batched, t, i))
+        return out
+
+    def _look(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], form: Form | None = None) -> Any:
+        """A call of which nothing is known yet. With a form, what is found is kept for the next one, if it holds for all like it."""
         if func in _CONSTANT:
             return func(*args, **kwargs)
-        batched: list[tuple[Tensor, Layout]] = []
-        tracked: list[Tensor] = []
-        lost: Lost | None = None
-        unknown = False  # does a tensor that lost the batch need a gradient?
-        for t in args[:1] if func in _FIRST else tensors_in(args, kwargs):
-            where = mark_of(t)
-            if isinstance(where, Layout):
-                batched.append((t, where))
-            elif isinstance(where, Lost):
-                lost = where
-                unknown = unknown or t.requires_grad
-            elif (where is DERIVED and t.requires_grad) or self.observer.ledger(t):
-                tracked.append(t)
-            elif t.grad_fn is not None:  # made where the tracer did not see it: the contract says that the batch comes first
-                at = self.observer.contract(t, self.batch)
-                if at is None and self._is_made_of_parameters(t):
-                    tracked.append(t)
-                elif at is None:
-                    lost = Lost(f"a tensor of shape {tuple(t.shape)} was made by an operation that is not a torch function")
-                else:
-                    batched.append((t, at))
+        batched, tracked, lost, unknown = self._sorted(func, args, kwargs)
         if not (batched or lost or tracked):
             return func(*args, **kwargs)
         if func is F.batch_norm:
             self.observer.check_batch_norm(args, kwargs)
         if tracked and (batched or lost):
-            return self._meet(func, args, kwargs, batched, tracked, lost)
+            return self._meet(func, args, kwargs, batched, tracked, lost, form)
         if batched and func is Tensor.__setitem__:
             return self._write(args, batched, lost)
         if unknown and lost and any(x.requires_grad for x, _ in batched):
@@ -115,11 +149,66 @@ class Tracer(TorchFunctionMode):
             self._mark(out, lambda t, i: lost)
         elif batched:
             self._mark(out, lambda t, i: self.where(func, args, kwargs, batched, t, i))
+            self._plan(form, func, args, kwargs, batched, results(out))
         elif torch.is_grad_enabled():
             self._mark(out, lambda t, i: DERIVED if t.requires_grad else None)
             if func is F.embedding:
                 self._note_lookup(out, *args, **kwargs)
         return out
+
+    def _sorted(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[list[tuple[Tensor, Layout]], list[Tensor], Lost | None, bool]:
+        """The tensors of a call that carry the batch, those made of parameters; has one lost the batch, and does such a one need a gradient?"""
+        batched: list[tuple[Tensor, Layout]] = []
+        tracked: list[Tensor] = []
+        lost: Lost | None = None
+        unknown = False
+        for t in args[:1] if func in _FIRST else tensors_in(args, kwargs):
+            where = mark_of(t)
+            if isinstance(where, Layout):
+                batched.append((t, where))
+            elif isinstance(where, Lost):
+                lost = where
+                unknown = unknown or t.requires_grad
+            elif not t.requires_grad:
+                pass  # a constant
+            elif where is DERIVED or self.observer.ledger(t):
+                tracked.append(t)
+            elif t.grad_fn is not None:  # made where the tracer did not see it: the contract says that the batch comes first
+                at = self.observer.contract(t, self.batch)
+                if at is None and self._is_made_of_parameters(t):
+                    tracked.append(t)
+                elif at is None:
+                    lost = Lost(f"a tensor of shape {tuple(t.shape)} was made by an operation that is not a torch function")
+                else:
+                    batched.append((t, at))
+        return batched, tracked, lost, unknown
+
+    def _plan(
+        self, form: Form | None, func: Any, args: Sequence[Any], kwargs: dict[str, Any], batched: list[tuple[Tensor, Layout]],
+        outs: Sequence[Any], serving: Serving | None = None,
+    ) -> None:  # fmt: skip
+        """Keep where the results carry the batch, if it is certain, and for every call of this form."""
+        if form is None:
+            return
+        places: list[Place | None] = []
+        for i, t in enumerate(outs):
+            if not isinstance(t, Tensor):
+                places.append(None)
+                continue
+            op, there, payload = Operation(func, args, kwargs, i), mark_of(t), payload_of(t)
+            if (
+                not isinstance(there, Layout)
+                or payload is None
+                or goes_by_values(op, batched)
+                or not self._is_certain(op, batched, there)
+            ):
+                return
+            places.append((t.shape, payload))
+        if len(self._plans) >= _MOST_PLANS:
+            self._plans.clear()
+        self._plans[form] = Plan(tuple(places), serving)
 
     def _note_lookup(self, out: Tensor, ids: Tensor, table: Tensor, padding_idx: int | None = None, *_: Any, **__: Any) -> None:
         """Rows of a parameter, looked up once for all samples: what they receive can be put back without a detour through autograd."""
@@ -147,23 +236,21 @@ class Tracer(TorchFunctionMode):
         there = propagate(op, batched, out)
         if self.observer.batch_norm == "contribution":  # samples may meet: what reaches a parameter through their rows is theirs
             return there
-        if isinstance(there, Layout) and there.batch > 1 and is_guess(func):
-            key = (
-                func,
-                index,
-                there.dim,
-                *_kinds(args, kwargs),
-                *((x.dim(), at.dim, at.outer > 1, at.inner > 1) for x, at in batched),
-            )
-            if key not in self._tried:
-                independent = is_independent(op, batched, there)
-                if independent:
-                    self._tried.add(key)
-                elif independent is False:
-                    there = Lost(f"{name_of(func)} mixes samples, or changes their order", mixed=True)
+        if isinstance(there, Layout) and not self._is_certain(op, batched, there):
+            independent = is_independent(op, batched, there)
+            if independent:
+                self._tried.add(_trial(op, batched, there))
+            elif independent is False:
+                there = Lost(f"{name_of(func)} mixes samples, or changes their order", mixed=True)
         if out.is_floating_point() and any(x.requires_grad for x, _ in batched):
             self._check_mixed(func, there)
         return there
+
+    def _is_certain(self, op: Operation, batched: list[tuple[Tensor, Layout]], there: Layout) -> bool:
+        """Is it more than a guess that the batch is there, or one that was tried?"""
+        if self.observer.batch_norm == "contribution" or there.batch <= 1 or not is_guess(op.function):
+            return True
+        return _trial(op, batched, there) in self._tried and not goes_by_values(op, batched)
 
     def _check_mixed(self, func: Any, there: Where) -> None:
         if isinstance(there, Lost) and there.mixed and torch.is_grad_enabled() and self.observer.batch_norm == "refuse":
@@ -194,7 +281,7 @@ class Tracer(TorchFunctionMode):
 
     def _meet(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], batched: list[tuple[Tensor, Layout]], tracked: list[Tensor],
-        lost: Lost | None,
+        lost: Lost | None, form: Form | None,
     ) -> Any:  # fmt: skip
         if func in STACKED and isinstance(args[1], Tensor) and not args[1].is_floating_point():
             self._refuse(func, tracked, "packed sequences are not supported: pad them, and mask the loss")
@@ -216,14 +303,14 @@ class Tracer(TorchFunctionMode):
             self._refuse(
                 func, tracked, "values made of parameters are written into a tensor; build it with torch.cat or torch.where"
             )
-        if _in_place(func) and any(args[0] is t for t in tracked):
+        if args and any(args[0] is t for t in tracked) and _in_place(func):
             self._refuse(func, tracked, "a tensor made of parameters is changed in place; write it as a new tensor")
         if func in ELEMENTWISE or func in _JOIN:
             return self._elementwise(func, args, kwargs, batched, tracked)
         if new := self._aligned(func, args, batched, tracked):
             args, kwargs = swap(args, kwargs, new)
-            return self.__torch_function__(func, (), args, kwargs)
-        if rule and (out := self._ruled(rule, func, args, kwargs, batched, tracked)) is not None:
+            return self._look(func, args, kwargs)
+        if rule and (out := self._ruled(rule, func, args, kwargs, batched, tracked, form)) is not None:
             return out
         return self._repeated(func, args, kwargs, batched, tracked)
 
@@ -270,48 +357,56 @@ class Tracer(TorchFunctionMode):
         leaves = self._leaves(t)
         for _, ledger in leaves:
             ledger.served[rule] = None
-        found = self.lookups.get(id(t))
+        found = self.lookups.get(id(t)) if self.lookups else None
         return Target(self.observer, t, leaves, found[2] if found and found[1] is t.grad_fn else None)
 
     def _ruled(
         self, rule: Rule, func: Any, args: Sequence[Any], kwargs: dict[str, Any], batched: list[tuple[Tensor, Layout]],
-        tracked: list[Tensor],
+        tracked: list[Tensor], form: Form | None,
     ) -> Any:  # fmt: skip
+        """Let a rule serve the call, if it can; how is kept for the next call of this form."""
         bound = rule.bind(args, kwargs)
         flat = flatten(bound or {})
-        params = {id(t): t for t in tracked}
-        wants = frozenset(name for name, t in flat.items() if id(t) in params)
-        if bound is None or not (wants <= rule.serves or {name.partition(".")[0] for name in wants} <= rule.serves):
+        ours = {id(t) for t in tracked}
+        wanted = {name: i for i, (name, t) in enumerate(flat.items()) if id(t) in ours}
+        if bound is None or not {name.partition(".")[0] for name in wanted} <= rule.serves:
             return None
-        detached = {i: t.detach() for i, t in params.items()}
-        layouts = {name: at for t, at in batched for name, u in flat.items() if u is t}
-        free_args, free_kwargs = swap(args, kwargs, detached if rule.takes_over else {})
-        out = (rule.forward or func)(*free_args, **free_kwargs)
-        outs = [out] if isinstance(out, Tensor) else list(out)
-        places = [self.where(func, args, kwargs, batched, t, i) for i, t in enumerate(outs)]
+        out, detached = _run_detached(rule, func, args, kwargs, tracked)
+        places = [self.where(func, args, kwargs, batched, t, i) for i, t in enumerate(results(out))]
         if isinstance(places[0], Lost):
             return None
-        partition = self.observer.partition(places[0].batch)
-        call = Call(wants, {n: t.shape for n, t in flat.items()}, layouts, places[0], partition)
+        layouts = {name: at for t, at in batched for name, u in flat.items() if u is t}
+        shapes = {name: t.shape for name, t in flat.items()}
+        call = Call(frozenset(wanted), shapes, layouts, places[0], self.observer.partition(places[0].batch))
         if not rule.when(call):
             return None
-        keep = {name: detached.get(id(t), t) for name, t in flat.items() if name.partition(".")[0] in rule.saves}
-        names = tuple(keep)
-        order = [name for name in flat if name in wants]
-        targets = [(name, self.target(flat[name], rule.name)) for name in order]
-        bound = without_tensors(bound)
-
-        def contributions(grads: list[Tensor | None], saved: Sequence[Tensor]) -> list[tuple[Target, Contribution | None]]:
-            values = refill(bound, dict(zip(names, saved, strict=True)))
-            if all(g is None for g in grads):
-                return [(target, None) for _, target in targets]
-            found = rule.run(call, grads, **values)
-            return [(target, found[name]) for name, target in targets]
-
-        used = Use.apply(contributions, rule.takes_over, len(outs), len(order), *outs, *(flat[n] for n in order), *keep.values())
+        kept = {name: i for i, name in enumerate(flat) if name.partition(".")[0] in rule.saves}
+        serving = Serving(rule, call, without_tensors(bound), kept, wanted)
+        used = self._use(serving, out, list(flat.values()), detached)
         for t, where in zip(used, places, strict=True):
             mark(t, where)
-        return used[0] if isinstance(out, Tensor) else type(out)(used)
+        self._plan(form, func, args, kwargs, batched, used, serving)
+        return _shaped_like(out, used)
+
+    def _served(
+        self, plan: Plan, serving: Serving, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> Any:
+        """A call that a rule serves, like an earlier one; None if it is unlike in what it returns."""
+        out, detached = _run_detached(serving.rule, func, args, kwargs, serving.parameters(tensors))
+        if not plan.fits(out):
+            return None
+        used = self._use(serving, out, tensors, detached)
+        plan.mark(used)
+        return _shaped_like(out, used)
+
+    def _use(self, serving: Serving, out: Any, tensors: list[Tensor], detached: dict[int, Tensor]) -> tuple[Tensor, ...]:
+        """The results, with a node behind them that takes over the gradients of the parameters."""
+        outs, rule = results(out), serving.rule
+        params = serving.parameters(tensors)
+        kept = [detached.get(id(tensors[i]), tensors[i]) for i in serving.kept.values()]
+        contributions = _Contributions(serving, [self.target(t, rule.name) for t in params])
+        used: tuple[Tensor, ...] = Use.apply(contributions, rule.takes_over, len(outs), len(params), *outs, *params, *kept)
+        return used
 
     # ---- element-wise operations, expansions and joins ---------------------------------------------------------------
 
@@ -386,6 +481,34 @@ class Tracer(TorchFunctionMode):
         return out
 
 
+class _Contributions(NamedTuple):
+    """What a rule says of one call, when its gradients and the tensors that were kept for it are there."""
+
+    serving: Serving
+    targets: list[Target]
+
+    def __call__(self, grads: list[Tensor | None], saved: Sequence[Tensor]) -> list[tuple[Target, Contribution | None]]:
+        if all(g is None for g in grads):
+            return [(target, None) for target in self.targets]
+        rule, call, bound, kept, wanted = self.serving
+        found = rule.run(call, grads, **refill(bound, dict(zip(kept, saved, strict=True))))
+        return [(target, found[name]) for name, target in zip(wanted, self.targets, strict=True)]
+
+
+def _run_detached(
+    rule: Rule, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tracked: list[Tensor]
+) -> tuple[Any, dict[int, Tensor]]:
+    """What a function returns when its parameters are detached, if the rule takes over their gradients; and the detached ones."""
+    detached = {id(t): t.detach() for t in tracked}
+    if rule.takes_over:
+        args, kwargs = swap(args, kwargs, detached)
+    return (rule.forward or func)(*args, **kwargs), detached
+
+
+def _shaped_like(out: Any, used: tuple[Tensor, ...]) -> Any:
+    return used[0] if isinstance(out, Tensor) else type(out)(used)
+
+
 def _in_place(func: Any) -> bool:
     name = name_of(func)
     return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))
@@ -403,21 +526,16 @@ def _graph(t: Tensor) -> Iterator[Any]:
             stack += [n for n, _ in node.next_functions]
 
 
-class CompiledTracer(Tracer):
-    """A tracer that torch.compile leaves alone, at the price of a few microseconds for each operation."""
-
-    __torch_function__ = _disable_dynamo(Tracer.__torch_function__)
-
-
 _PLAIN = (int, float, str, type(None))
 
 
-def _kinds(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells one kind of call from another, besides shapes."""
-    found = tuple([a if isinstance(a, _PLAIN) else type(a) for a in args])
-    return (*found, *((k, v if isinstance(v, _PLAIN) else type(v)) for k, v in kwargs.items())) if kwargs else found
+def _trial(op: Operation, batched: list[tuple[Tensor, Layout]], there: Layout) -> tuple[Any, ...]:
+    """What tells one kind of call from another, as far as its guess need not be tried again."""
+    kinds: list[Any] = [a if isinstance(a, _PLAIN) else type(a) for a in op.args]
+    kinds += [(k, v if isinstance(v, _PLAIN) else type(v)) for k, v in op.kwargs.items()]
+    return op.function, op.output, there.dim, *kinds, *((x.dim(), at.dim, at.outer > 1, at.inner > 1) for x, at in batched)
 
 
 def is_tracing() -> bool:
     """Is any observed model's forward being traced in this thread?"""
-    return any(isinstance(mode, Tracer) for mode in _get_current_function_mode_stack())
+    return _len_torch_function_stack() > 0 and any(isinstance(mode, Tracer) for mode in _get_current_function_mode_stack())

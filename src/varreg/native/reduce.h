@@ -81,12 +81,12 @@ static inline void NAME(statistics)(const REAL *x, int64_t n, int centre, double
 /* S and W of contributions that are at hand, [b, n] with rows `stride` apart. Sums over many samples are in double precision, and of
    at most 64 groups at a time: where all samples agree, S^2 and m W must, and one addition after the other would drift. */
 void NAME(sums)(const REAL *values, REAL *total, REAL *square, int64_t batch, int64_t groups, int64_t n, int64_t stride, int threads) {
-    enum { BLOCK = 512 };
+    enum { WIDTH = 512 };
     int64_t size = batch / groups, larger = batch % groups;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (int64_t first = 0; first < n; first += BLOCK) {
-        int64_t width = n - first < BLOCK ? n - first : BLOCK;
-        double all_s[BLOCK] = {0}, all_w[BLOCK] = {0}, s[BLOCK] = {0}, w[BLOCK] = {0}, c[BLOCK];
+    for (int64_t first = 0; first < n; first += WIDTH) {
+        int64_t width = n - first < WIDTH ? n - first : WIDTH;
+        double all_s[WIDTH] = {0}, all_w[WIDTH] = {0}, s[WIDTH] = {0}, w[WIDTH] = {0}, c[WIDTH];
         const REAL *v = values + first;
         for (int64_t u = 0, full = 64; u < groups; u++) {
             if (u >= full) {
