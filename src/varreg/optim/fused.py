@@ -51,7 +51,7 @@ def usual(options: Mapping[str, Any]) -> bool:
 
 def serves(p: Tensor, grad: Tensor, m: Moments, state: Mapping[str, Any], increment: Increment) -> bool:
     """Can native code do it, as the memory is? The state that is missing yet will be like the parameter and its gradient."""
-    there = [state[name] for name in (*increment.state, *HISTORY) if name in state]
+    there = [t for name in (*increment.state, *HISTORY) if (t := state.get(name)) is not None]
     return native.serves(p, grad, m.total, m.square, *there)
 
 

@@ -2,7 +2,8 @@
 
 A step runs the base optimizer's own step, as torch wrote it, and then puts each parameter at x + λ·(x' − x) between where it was, x,
 and where the base would have it, x'. So everything that the base can do stays as it is, and λ = 1 is the base to the bit. What a
-subclass adds is the variance of its increment (`_increment`).
+subclass adds is the variance of its increment (`_increment`); where native code knows it, too (`_native`), all that comes after the
+base's step is one pass over memory (fused.py), else it goes part by part (parts.py).
 """
 
 from __future__ import annotations
