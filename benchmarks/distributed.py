@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -62,6 +63,7 @@ def build(w: Workload, arm: str, sharded: bool, rank: int, world: int) -> Callab
 def counted(step: Callable[[], None]) -> int:
     """Bytes that a step gives to collectives, all-gathers of parameters left out."""
     found = 0
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes lines of its own
     with torch.profiler.profile(record_shapes=True) as profile:
         step()
     for event in profile.events() or []:

@@ -356,9 +356,10 @@ def test_stopped(monkeypatch, tmp_path):
 
 @pytest.mark.skipif(not timing.PEAK_IS_KNOWN, reason="needs Linux")
 def test_memory_in_processes_of_their_own(tmp_path):
-    """As a user gives the command, in the folder of the model."""
-    (tmp_path / "mine.py").write_text((Path(__file__).parent / "own_model.py").read_text())
-    command = [sys.executable, "-m", "varreg", "bench", "--model", "mine:Net,width=200000", "--batch", "mine:batch", *QUICK]
+    """The example of the documentation, as a user gives the command, in the folder of the model."""
+    page = (Path(__file__).parent.parent / "docs" / "speed.md").read_text()
+    (tmp_path / "mine.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    command = [sys.executable, "-m", "varreg", "bench", "--model", "mine:Net,width=64", "--batch", "mine:batch", *QUICK]
     done = subprocess.run(
         [*command, "--optimizers", "VRSGD", "--groups", "exact", "--json", "x.json"],
         cwd=tmp_path,
@@ -369,22 +370,13 @@ def test_memory_in_processes_of_their_own(tmp_path):
     assert done.returncode == 0, done.stderr
     (row,) = json.loads((tmp_path / "x.json").read_text())["rows"]
     plain, ours = (row["bytes"][arm][0] for arm in ("plain", "exact"))
-    assert 2 * 4 * 3.2e6 < plain < ours  # parameters and gradients, of 3.2 million elements each
+    assert min(plain, ours) > 2 * 64 * 64 * 15 * 15 * 4  # what the convolution and its norm put out
     assert " MiB" in done.stdout
 
 
 def test_elsewhere_memory_is_not_known(monkeypatch):
     monkeypatch.setattr(timing, "PEAK_IS_KNOWN", False)
     assert bench.memory(YARDSTICK[0], "VRSGD", "exact", 1) is None
-
-
-def _fails():
-    raise OverflowError("too large")
-
-
-def test_what_a_fresh_process_raises_is_raised_here():
-    with pytest.raises(OverflowError, match="too large"):
-        timing.in_a_fresh_process(_fails)
 
 
 def test_own_is_words_alone():
