@@ -226,16 +226,17 @@ def _log(axes: Axes, values: list[int], label: str) -> None:
     axes.set_xlabel(label)
 
 
-def _names(axes: Axes, ends: list[tuple[str, float, float]], apart: float) -> None:
-    """Each line's name at its end, moved up or down where two would meet. They are placed in the order of their heights."""
+def _names(axes: Axes, ends: list[tuple[str, float, float]], apart: float, right: float) -> None:
+    """Each line's name at its end, moved up where two would meet; above it, for a line that ends early."""
     low, high = (math.log(v) for v in axes.get_ylim())
-    last: dict[float, float] = {}
+    last = -1.0
     for arm, x, y in sorted(ends, key=lambda end: end[2]):
-        height = max((math.log(y) - low) / (high - low), last.get(x, -1.0) + apart)
-        last[x] = height
-        look = LOOKS[arm]
-        color = look["color"] if arm in OURS or arm == PLAIN else "#6b7280"
-        place = math.exp(low + height * (high - low))
+        color = LOOKS[arm]["color"] if arm in OURS or arm == PLAIN else "#6b7280"
+        if x < right:
+            axes.annotate(NAMES[arm], (x, y), (2, 5), textcoords="offset points", color=color, size=8.5)
+            continue
+        last = max((math.log(y) - low) / (high - low), last + apart)
+        place = math.exp(low + last * (high - low))
         axes.annotate(NAMES[arm], (x, place), (6, 0), textcoords="offset points", va="center", color=color, size=8.5)
 
 
@@ -256,15 +257,16 @@ def _ratios(axes: Axes, line: dict[str, Any]) -> None:
             axes.fill_between(x, low, high, color=LOOKS[arm]["color"], alpha=0.15, linewidth=0)
         ends.append((arm, x[-1], middle[-1]))
         heights += [*middle, *(high if arm in OURS else ())]
-    axes.axhline(1, color=COLORS[0], linewidth=1.2, zorder=2)
+    axes.plot([values[0] * 0.8, values[-1]], [1, 1], color=COLORS[0], linewidth=1.2, zorder=2)
     _log(axes, values, line["grows"])
-    axes.set_ylim(0.85, max(2.2, 1.35 * max(heights)))
-    top = axes.get_ylim()[1]
+    bottom, top = 0.85, max(2.2, 1.25 * max(heights))
+    top *= (top / bottom) ** (0.09 * len(notes))  # room for them
+    axes.set_ylim(bottom, top)
     ticks = [t for t in (1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100, 200, 500) if t < top and (t not in (1.2, 1.5, 3) or top < 12)]
     axes.yaxis.set_major_locator(FixedLocator(ticks))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-    _names(axes, [*ends, (PLAIN, values[-1], 1.0)], 0.065)
+    _names(axes, [*ends, (PLAIN, values[-1], 1.0)], 0.065, values[-1])
     axes.set_title(line["model"])
     if notes:
         axes.text(0.02, 0.98, "\n".join(notes), transform=axes.transAxes, va="top", size=7.5, color="#6b7280")
@@ -316,7 +318,7 @@ def memories(found: dict[str, Any]) -> Figure:
                 size=8.5,
             )
             axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}"))
-            _names(axes, ends, 0.055)
+            _names(axes, ends, 0.055, line["values"][-1])
             axes.set_title(f"{line['model']}: peak memory of training, MiB")
         return figure
 

@@ -98,11 +98,7 @@ def test_the_table():
     assert "1.20, +20 MiB" in first
     assert first.endswith("-")
     assert second.startswith("   ")  # the workload is said once
-    assert (
-        markdown([ROW])
-        .splitlines()[2]
-        .startswith("| paper's CNN | VRSGD:momentum=0.9 | SGD:momentum=0.9 | 10.0 | 1.13 (1.10–1.20)")
-    )
+    assert markdown([ROW]).splitlines()[2].startswith("| paper's CNN | VRSGD:momentum=0.9 | 10.0 | 1.13 (1.10–1.20)")
 
 
 def test_the_sentence():
@@ -219,7 +215,7 @@ def test_a_model_of_ones_own(tmp_path):
     assert done.exit_code == 0, done.output
     said = done.output
     assert "own_model:Net,width=4: moments against a loop over samples\nown_model:Net,width=4: VRSGD:momentum=0.9\n" in said
-    assert "SGD:momentum=0.9" in said
+    assert "memory" not in said.partition("plain, ms")[2].partition("\n")[0]
     assert "1 thread on " in said
     assert "native library" in said
     assert said.count("exact moments cost ") == 2

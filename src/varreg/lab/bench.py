@@ -342,7 +342,7 @@ def record(made: Plan, rows: list[dict[str, Any]], command: list[str]) -> dict[s
 
 def results(rows: list[dict[str, Any]]) -> str:
     """A whole training step over that of torch's optimizer, and its peak memory over that one's."""
-    return table(*_cells(rows), words=(0, 1, 2), total=False)
+    return table(*_cells(rows), words=(0, 1), total=False)
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
@@ -353,13 +353,14 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 def _cells(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     arms = list(rows[0]["ratio"])
-    head = ["workload", "a step with", "over", "plain, ms", *arms, *(f"memory, {arm}" for arm in arms)]
+    measured = arms if any(row.get("bytes") for row in rows) else []
+    head = ["workload", "a step with", "plain, ms", *arms, *(f"memory, {arm}" for arm in measured)]
     lines, last = [], ""
     for row in rows:
         ratios = [str(Ratio(*row["ratio"][arm])) for arm in arms]
-        used = [_used(row.get("bytes", {}), arm) for arm in arms]
+        used = [_used(row.get("bytes", {}), arm) for arm in measured]
         name = row["workload"] if row["workload"] != last else ""
-        lines.append([name, row["optimizer"], row["base"], f"{row['milliseconds'][PLAIN]:.1f}", *ratios, *used])
+        lines.append([name, row["optimizer"], f"{row['milliseconds'][PLAIN]:.1f}", *ratios, *used])
         last = row["workload"]
     return head, lines
 
