@@ -102,7 +102,7 @@ def test_the_table():
 
 
 def test_the_sentence():
-    expected = "paper's CNN: with VRSGD:momentum=0.9, exact moments cost 13 % of a step, those of 8 groups cost nothing that could be measured."
+    expected = "paper's CNN: with VRSGD:momentum=0.9, exact moments and λ cost 13 % of a step, those of 8 groups cost nothing that could be measured."
     assert sentences([ROW]) == expected
 
 
@@ -218,7 +218,7 @@ def test_a_model_of_ones_own(tmp_path):
     assert "memory" not in said.partition("plain, ms")[2].partition("\n")[0]
     assert "1 thread on " in said
     assert "native library" in said
-    assert said.count("exact moments cost ") == 2
+    assert said.count("exact moments and λ cost ") == 2
     assert "outside of them" in said
     assert "Optimizer.step#VRAdam.step" in said
 
@@ -256,7 +256,7 @@ def test_a_model_of_ones_own(tmp_path):
 def test_ways_to_name_them(given):
     done = run("--model", *given, *QUICK, "--optimizers", "VRSGD", "--groups", "exact", "--no-memory")
     assert done.exit_code == 0, done.output + repr(done.exception)
-    assert "exact moments cost" in done.output
+    assert "exact moments and λ cost" in done.output
     assert "groups=8" not in done.output
 
 

@@ -230,7 +230,7 @@ def bench(
     found = measuring.record(plan, rows, command_of(sys.argv))
     if rows:
         pages = [measuring.profiles(row) for row in rows if profile]
-        shown = [measuring.results(rows), measuring.ABOUT, found["measured"], *pages, measuring.sentences(rows)]
+        shown = [measuring.results(rows), measuring.about(plan), found["measured"], *pages, measuring.sentences(rows)]
         print("\n" + "\n\n".join(shown))
     if stopped:
         print("Stopped; nothing was saved.")

@@ -25,11 +25,6 @@ DEFAULTS = ("VRSGD:momentum=0.9", "VRAdam")
 PHASES = ("forward", "backward", "step")
 LR = 1e-6
 """So small that the model stays where it is: every round has the same work, with numbers of an ordinary size."""
-ABOUT = (
-    "zero_grad, forward, backward and step, over the same with torch's own optimizer: median of the ratios of steps that ran in the same\n"
-    "round (10 %–90 %); peak memory of training in the same way, in a process of its own. Moments were checked against a loop over single samples."
-)
-"""Of the table."""
 Told = Callable[[str, float], None]
 """Hears what is under way, and what share of it is done."""
 
@@ -377,6 +372,16 @@ def _used(found: dict[str, Peak | None], arm: str) -> str:
     return f"{ours[0] / plain[0]:.2f}, {(ours[0] - plain[0]) / 2**20:+.0f} MiB".replace("-", "−")
 
 
+def about(made: Plan) -> str:
+    """What the numbers of the table are."""
+    memory = "Memory: what training needs at its peak, over the plain one, in fresh processes; without torch's own code.\n"
+    return (
+        "Whole training steps (zero_grad, forward, backward, step) over the same with torch's optimizer:\n"
+        f"median of the ratios of steps in the same round (10 %–90 %).\n{memory * made.memory}"
+        "Before, all moments were compared with those of a loop over single samples."
+    )
+
+
 def sentences(rows: list[dict[str, Any]]) -> str:
     """What the table says, in words, a line for each workload."""
     lines: dict[str, list[str]] = {}
@@ -387,7 +392,7 @@ def sentences(rows: list[dict[str, Any]]) -> str:
 
 
 def _moments(arm: str) -> str:
-    return "exact moments" if arm == EXACT else f"those of {groups_of(arm)} groups"
+    return "exact moments and λ" if arm == EXACT else f"those of {groups_of(arm)} groups"
 
 
 def _cost(r: Ratio) -> str:
