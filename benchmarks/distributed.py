@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,8 +28,10 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import varreg
-from benchmarks.peers import machine
-from benchmarks.workloads import WORKLOADS, Workload
+from varreg.lab import timing
+from varreg.lab.environment import machine
+from varreg.lab.store import write_json
+from varreg.lab.workloads import WORKLOADS, Workload, built
 
 NAMES = ("paper's CNN, batch 100", "LeNet on CIFAR, batch 100")
 ARMS = ("plain", "exact", "groups=8")
@@ -36,8 +39,7 @@ ARMS = ("plain", "exact", "groups=8")
 
 def build(w: Workload, arm: str, sharded: bool, rank: int, world: int) -> Callable[[], None]:
     """A training step."""
-    torch.manual_seed(0)
-    net, (x, y) = w.make(), w.batch()
+    net, x, y = built(w)
     n = len(x) // world
     x, y = x[rank * n : (rank + 1) * n], y[rank * n : (rank + 1) * n]
     model: nn.Module = net
@@ -61,6 +63,7 @@ def build(w: Workload, arm: str, sharded: bool, rank: int, world: int) -> Callab
 def counted(step: Callable[[], None]) -> int:
     """Bytes that a step gives to collectives, all-gathers of parameters left out."""
     found = 0
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes lines of its own
     with torch.profiler.profile(record_shapes=True) as profile:
         step()
     for event in profile.events() or []:
@@ -99,20 +102,17 @@ def measure(name: str, world: int, sharded: bool, seconds: float) -> dict[str, A
     with tempfile.TemporaryDirectory() as folder:
         spawn(work, (world, folder, name, sharded, seconds), world)
         found = json.loads(Path(folder, "result.json").read_text())
-    plain = torch.tensor(found["times"]["plain"])
-    row: dict[str, Any] = {"plain_ms": 1000 * float(plain.median()), "rounds": len(plain), "bytes": found["bytes"]}
-    for arm in ARMS[1:]:
-        ratio = torch.tensor(found["times"][arm]) / plain
-        row[arm] = ratio.quantile(torch.tensor([0.5, 0.1, 0.9])).tolist()
-    return row
+    times = found["times"]
+    row: dict[str, Any] = {"plain_ms": 1e3 * timing.quantile(times["plain"], 0.5), "rounds": len(times["plain"])}
+    return {**row, "bytes": found["bytes"], **{arm: timing.ratio(times[arm], times["plain"]) for arm in ARMS[1:]}}
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=15.0, help="for each line of the table")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/distributed.json"))
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     results: dict[str, Any] = {"machine": machine(), "date": datetime.date.today().isoformat(), "rows": {}}
     print(f"{results['date']}, {results['machine']}, one thread per process\n")
     print("| | ranks | plain step, ms | exact | groups=8 | bytes reduced: plain | exact |")
@@ -122,12 +122,12 @@ def main() -> None:
             for world in options.ranks if not sharded else [n for n in options.ranks if n > 1]:
                 row = measure(name, world, sharded, options.seconds)
                 results["rows"][f"{kind}, {name}, {world}"] = row
-                shown = ["{:.2f} ({:.2f}–{:.2f})".format(*row[arm]) for arm in ARMS[1:]]
+                shown = [str(row[arm]) for arm in ARMS[1:]]
                 sent = [f"{row['bytes'][arm]:,}" if world > 1 else "0" for arm in ARMS[:2]]
                 print(
                     f"| {kind}, {name} | {world} | {row['plain_ms']:.1f} | {' | '.join(shown)} | {' | '.join(sent)} |", flush=True
                 )
-    options.out.write_text(json.dumps(results, indent=1) + "\n")
+    write_json(options.out, results)
 
 
 if __name__ == "__main__":

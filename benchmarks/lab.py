@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 import varreg
-from benchmarks.peers import machine
-from varreg.lab import optimizers, tasks
+from varreg.lab import optimizers, tasks, timing
+from varreg.lab.environment import machine
 from varreg.lab.run import Config, Run, batches, train
 from varreg.lab.tasks import Split, Splits
 
@@ -73,9 +73,7 @@ def of_the_lab(config: Config, splits: Splits, folder: Path) -> tuple[float, flo
 
 
 def quantiles(values: list[float]) -> str:
-    low, middle, high = torch.quantile(
-        torch.tensor(values, dtype=torch.float64), torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
-    ).tolist()
+    low, middle, high = (timing.quantile(values, q) for q in (0.1, 0.5, 0.9))
     return f"**{100 * middle:.1f} %** ({100 * low:.1f}–{100 * high:.1f})"
 
 

@@ -4,8 +4,8 @@
     python -m benchmarks.peers --only LeNet --seconds 20
 
 A step is zero_grad, forward, backward (with moments) and SGD step. The figure is the median over rounds of the ratio to the plain
-step of the same round, with the 10 % and 90 % quantiles; memory is the peak that a fresh process needs beyond its idle state, as a
-ratio to the plain step's. Peers compute the second moment only. Before it is timed, each tool's second moments of the first step are
+step of the same round, with the 10 % and 90 % quantiles; memory is the peak that a fresh process needs for it, as a ratio to the plain
+step's. Peers compute the second moment only. Before it is timed, each tool's second moments of the first step are
 compared with those of a loop over samples: a tool that raises, misses a parameter or is off is shown as such, not timed.
 """
 
@@ -13,11 +13,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
-import platform
-import subprocess
-import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -27,16 +22,18 @@ import torch
 from torch import Tensor, nn
 
 import varreg
-from benchmarks.workloads import WORKLOADS, Workload
+from varreg.lab import timing
+from varreg.lab.environment import machine
+from varreg.lab.store import write_json
+from varreg.lab.workloads import WORKLOADS, Workload, built, part
 
 Step = Callable[[], None]
 Read = Callable[[], list[Tensor]]  # the second moments (1/m) Σ g_i² of the last step, parameter by parameter
 
 
 def _setup(w: Workload) -> tuple[nn.Module, torch.optim.Optimizer, Tensor, Tensor]:
-    torch.manual_seed(0)
-    model = w.make()
-    return model, torch.optim.SGD(model.parameters(), lr=1e-3), *w.batch()
+    model, x, y = built(w)
+    return model, torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9), x, y
 
 
 def plain(w: Workload) -> tuple[Step, Read]:
@@ -99,7 +96,7 @@ def opacus(w: Workload) -> tuple[Step, Read]:
 
     model, _, x, y = _setup(w)
     wrapped = GradSampleModule(model)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-6, momentum=0.9)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -153,6 +150,7 @@ def loop(w: Workload) -> tuple[Step, Read]:
     return step, lambda: [q / len(x) for q in squares]
 
 
+LOOP = "one sample at a time"
 ARMS: dict[str, Callable[[Workload], tuple[Step, Read]]] = {
     "plain": plain,
     "varreg": _varreg(None),
@@ -161,17 +159,17 @@ ARMS: dict[str, Callable[[Workload], tuple[Step, Read]]] = {
     "BackPACK Variance": _backpack("Variance"),
     "vmap(grad)": vmap,
     "Opacus": opacus,
-    "one sample at a time": loop,
+    LOOP: loop,
 }
 
 
-def _first_moments(arm: str, w: Workload) -> list[Tensor]:
+def first_moments(arm: str, w: Workload) -> list[Tensor]:
     step, read = ARMS[arm](w)
     step()
     return read()
 
 
-def _check(actual: list[Tensor], truth: list[Tensor]) -> None:
+def check(actual: list[Tensor], truth: list[Tensor]) -> None:
     if len(actual) != len(truth):
         raise ValueError(f"gives moments for {len(actual)} of {len(truth)} parameters")
     worst = max(float((a - b).norm() / b.norm()) for a, b in zip(actual, truth, strict=True) if b.norm() > 0)
@@ -179,128 +177,88 @@ def _check(actual: list[Tensor], truth: list[Tensor]) -> None:
         raise ValueError(f"second moments are off by {worst:.0%}")
 
 
+def said(error: Exception) -> str:
+    """In a few words, for a table."""
+    return str(error) if type(error) is ValueError else f"raises {type(error).__name__}"
+
+
 def measure(w: Workload, arms: list[str], seconds: float) -> dict[str, Any]:
-    steps: dict[str, Step] = {}
+    steps: dict[str, Callable[[], timing.Parts]] = {}
     rows: dict[str, Any] = {}
-    truth = _first_moments("one sample at a time", w)
+    truth = first_moments(LOOP, w)
     for name in arms:
         try:
             if name != "plain" and "groups" not in name:
-                _check(_first_moments(name, w), truth)
-            steps[name], _ = ARMS[name](w)
-            for _ in range(2):
-                steps[name]()
+                check(first_moments(name, w), truth)
+            steps[name] = timing.timed(ARMS[name](w)[0])
+            steps[name]()
         except Exception as error:  # noqa: PERF203
             steps.pop(name, None)
-            rows[name] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"}
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    start = time.perf_counter()
-    while time.perf_counter() - start < seconds or len(times["plain"]) < 5:
-        for name, step in steps.items():
-            before = time.perf_counter()
-            step()
-            times[name].append(time.perf_counter() - before)
-    for name in steps:
-        ratios = torch.tensor([a / b for a, b in zip(times[name], times["plain"], strict=True)], dtype=torch.float64)
-        low, middle, high = torch.quantile(ratios, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
-        rows[name] = {
-            "ratio": middle,
-            "low": low,
-            "high": high,
-            "rounds": len(ratios),
-            "milliseconds": 1e3 * sorted(times[name])[len(ratios) // 2],
-        }
+            rows[name] = {"error": said(error)}
+    times = {name: timing.whole(found) for name, found in timing.rounds(steps, seconds).items()}
+    for name, found in times.items():
+        middle = 1e3 * timing.quantile(found, 0.5)
+        rows[name] = {"ratio": timing.ratio(found, times["plain"]), "rounds": len(found), "milliseconds": middle}
     return rows
 
 
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
+def peak(arm: str, w: Workload) -> timing.Peak:
+    """Of this process, which should be a fresh one."""
+    few = w._replace(batch=lambda: part(w.batch(), slice(0, 2)))
+    return timing.peak(lambda: plain(few)[0](), lambda: ARMS[arm](w)[0])
 
 
-def peak_memory(arm: str, workload: str) -> int:
-    """Bytes that a process needs at its peak beyond its idle state, for three steps (Linux)."""
-    w = WORKLOADS[workload]
-    _setup(w)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before = _status("VmRSS")
-    step, _ = ARMS[arm](w)
-    for _ in range(3):
-        step()
-    return _status("VmHWM") - before
+def _peak(arm: str, workload: str, threads: int) -> timing.Peak:
+    torch.set_num_threads(threads)
+    warnings.simplefilter("ignore")
+    return peak(arm, WORKLOADS[workload])
 
 
-def memory_in_a_fresh_process(arm: str, workload: str) -> int | None:
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.peers", "--memory-of", arm, "--only", workload]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return int(done.stdout) if done.returncode == 0 else None
+def cell(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return str(row["error"])
+    memory = f"; {row['memory']:.2f}" if row.get("memory") else ""
+    ratio = timing.Ratio(*row["ratio"])
+    return f"**{ratio.middle:.2f}** ({ratio.low:.2f}–{ratio.high:.2f}){memory}"
 
 
-def machine() -> str:
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        cpu = next(
-            (line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")), cpu
-        )
-    return f"{cpu}, {torch.get_num_threads()} threads, Python {platform.python_version()}, torch {torch.__version__}"
-
-
-def table(results: dict[str, dict[str, Any]], arms: list[str]) -> str:
-    lines = ["| tool | " + " | ".join(results) + " |", "| --- |" + " --- |" * len(results)]
-    for arm in arms:
-        cells = []
-        for rows in results.values():
-            row = rows[arm]
-            if "error" in row:
-                cells.append(
-                    row["error"].split(": ", 1)[-1]
-                    if row["error"].startswith("ValueError: ")
-                    else f"raises {row['error'].split(':')[0]}"
-                )
-            else:
-                memory = f", memory {row['memory']:.2f}" if row.get("memory") else ""
-                cells.append(f"{row['ratio']:.2f} ({row['low']:.2f}–{row['high']:.2f}){memory}")
-        lines.append(f"| {arm} | " + " | ".join(cells) + " |")
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """In Markdown."""
+    lines = ["| | " + " | ".join(results) + " |", "| --- |" + " --- |" * len(results)]
+    for arm in next(iter(results.values())):
+        lines += [f"| {arm} | " + " | ".join(cell(rows[arm]) for rows in results.values()) + " |"]
+    lines.append("| plain step, ms | " + " | ".join(f"{rows['plain']['milliseconds']:.0f}" for rows in results.values()) + " |")
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="run the workloads whose name contains this")
+    parser.add_argument("--only", default="", help="run the workloads whose name contains this")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS), help="the tools to run")
     parser.add_argument("--seconds", type=float, default=60.0, help="time per workload")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--no-memory", action="store_true", help="skip the memory measurement")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
-    parser.add_argument("--memory-of", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
-    if options.memory_of:
-        print(peak_memory(options.memory_of, options.only))
-        return
-    names = [n for n in WORKLOADS if not options.only or options.only in n]
+    names = [n for n in WORKLOADS if options.only in n]
     if not names:
         parser.error(f"no workload contains {options.only!r}; there are: {', '.join(WORKLOADS)}")
     arms = ["plain", *(a for a in options.arms if a != "plain")]
-    head = f"{datetime.date.today()}, {machine()}"
-    print(
-        f"{head}\nstep time as a ratio to the plain step: median (10 %–90 %); peak memory as a ratio to the plain step's\n",
-        flush=True,
-    )
     results: dict[str, dict[str, Any]] = {}
     for name in names:
-        results[name] = measure(WORKLOADS[name], arms, options.seconds)
-        if not options.no_memory:
-            base = memory_in_a_fresh_process("plain", name)
-            for arm in arms:
-                if "error" not in results[name][arm]:
-                    used = memory_in_a_fresh_process(arm, name)
-                    results[name][arm]["memory"] = used / base if used and base else None
-        print(table({name: results[name]}, arms), end="\n\n", flush=True)
+        rows = measure(WORKLOADS[name], arms, options.seconds)
+        results[name] = {arm: rows[arm] for arm in arms}
+        if timing.PEAK_IS_KNOWN and not options.no_memory:
+            used = {arm: timing.in_a_fresh_process(_peak, arm, name, options.threads) for arm in arms if "error" not in rows[arm]}
+            for arm, found in used.items():
+                rows[arm]["memory"] = found.own / used["plain"].own
+        print(f"{name}: measured", flush=True)
+    head = f"{datetime.date.today()}, {machine()}"
+    print(f"\nMeasured {head}.\n\n{table(results)}")
     if options.json:
-        options.json.write_text(json.dumps({"machine": head, "results": results}, indent=1, ensure_ascii=False) + "\n")
+        write_json(options.json, {"measured": head, "results": results})
 
 
 if __name__ == "__main__":

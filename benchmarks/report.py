@@ -1,39 +1,28 @@
-"""Turn the results of `benchmarks.peers --json` into the table of docs/speed.md.
+"""Turn what `varreg bench --json` or `benchmarks.peers --json` wrote into a table in Markdown.
 
-python -m benchmarks.peers --json benchmarks/results/peers.json
-python -m benchmarks.report benchmarks/results/peers.json
+varreg bench --json benchmarks/results/bench.json
+python -m benchmarks.report benchmarks/results/bench.json
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-
-def cell(row: dict[str, Any]) -> str:
-    if "error" in row:
-        kind, _, text = row["error"].partition(": ")
-        return text if kind == "ValueError" else f"raises {kind}"
-    memory = f"; {row['memory']:.2f}" if row.get("memory") else ""
-    return f"**{row['ratio']:.2f}** ({row['low']:.2f}–{row['high']:.2f}){memory}"
+from benchmarks import peers
+from varreg.lab import bench
+from varreg.lab.store import read_json
 
 
-def main() -> None:
-    saved = json.loads(Path(sys.argv[1]).read_text())
-    results = saved["results"]
-    arms = list(next(iter(results.values())))
-    print(f"Measured {saved['machine']}.\n")
-    print("| | " + " | ".join(results) + " |\n| --- |" + " --- |" * len(results))
-    order = [
-        "plain",
-        *(a for a in arms if a.startswith("varreg")),
-        *(a for a in arms if a != "plain" and not a.startswith("varreg")),
-    ]
-    for arm in order:
-        print(f"| {arm} | " + " | ".join(cell(rows[arm]) for rows in results.values()) + " |")
-    print("| plain step, ms | " + " | ".join(f"{rows['plain']['milliseconds']:.0f}" for rows in results.values()) + " |")
+def markdown(saved: dict[str, Any]) -> str:
+    return bench.markdown(saved["rows"]) if "rows" in saved else peers.table(saved["results"])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    (path,) = arguments or sys.argv[1:]
+    saved = read_json(Path(path))
+    print(f"Measured {saved['measured']}.\n\n{markdown(saved)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The command line: `varreg compare`, `varreg reproduce`, `varreg theory`, `varreg report`, `varreg list`."""
+"""The command line: `varreg compare`, `varreg reproduce`, `varreg theory`, `varreg bench`, `varreg report`, `varreg list`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ from typing import Annotated, Any
 try:
     import typer
     from rich.console import Console
+    from rich.markup import escape
 except ImportError as error:  # the core needs torch alone
     raise SystemExit(f"varreg: the command line needs the lab ({error}): pip install 'varreg[lab]'") from None
 
@@ -169,6 +171,104 @@ def progress(console: Console, total: int) -> Iterator[Callable[[str, float], No
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("checks", total=total)
         yield lambda name, seconds: bar.update(task, advance=1, description=name)
+
+
+@app.command()
+def bench(
+    only: Annotated[str | None, typer.Option(help="Of varreg's own workloads, those with this in their name.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Your own: package.module:name of a class or function that makes it; options follow: my_file:Net,width=64."
+        ),
+    ] = None,
+    batch: Annotated[
+        str | None, typer.Option(help="For --model: package.module:function that returns (inputs, targets), or a DataLoader.")
+    ] = None,
+    loss: Annotated[
+        str | None, typer.Option(help="For --model: package.module:function of output and targets. [default: F.cross_entropy]")
+    ] = None,
+    input: Annotated[str | None, typer.Option(help="In place of --batch: the shape of a random input, as in 3,32,32.")] = None,
+    classes: Annotated[int | None, typer.Option(help="With --input: of random targets.", min=1)] = None,
+    batch_size: Annotated[int | None, typer.Option(help="With --input. [default: 64]", min=2)] = None,
+    optimizers: Annotated[
+        list[str] | None,
+        typer.Option(help="A regularized one, with options; may be repeated. [default: VRSGD:momentum=0.9 and VRAdam]"),
+    ] = None,
+    groups: Annotated[str, typer.Option(help="What is measured of the samples: exact, and numbers of groups.")] = "exact,8",
+    seconds: Annotated[float, typer.Option(help="For each workload and optimizer.")] = 20.0,
+    threads: Annotated[int, typer.Option(help="0: as many as torch takes.", min=0)] = 0,
+    memory: Annotated[bool, typer.Option(help="Measure peak memory too (Linux), in processes of their own.")] = True,
+    profile: Annotated[bool, typer.Option(help="Also where the time goes: phases of a step, and operations.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Also write all of it to this file.")] = None,
+) -> None:
+    """What variance regularization costs here: a whole training step over that of torch's optimizer; on our models, or on yours."""
+    from varreg.lab import bench as measuring
+    from varreg.lab import store
+    from varreg.lab.workloads import Own
+
+    given = {"--batch": batch, "--loss": loss, "--input": input, "--classes": classes, "--batch-size": batch_size}
+    alone = [name for name, value in given.items() if value is not None]
+    if model is None and alone:
+        raise ValueError(f"varreg: {alone[0]} is for a model of your own: --model package.module:name.")
+    if batch is not None and (wrong := [name for name in ("--input", "--classes", "--batch-size") if given[name] is not None]):
+        raise ValueError(f"varreg: --batch gives the whole batch, and {wrong[0]} a part of a random one. Leave one of them out.")
+    own = None if model is None else Own(model, batch, loss, input, classes, batch_size)
+    plan = measuring.plan(only, own, optimizers or (), groups, seconds, threads, memory, profile)
+    if json is not None:
+        store.check_writable(json.absolute().parent)
+        if json.is_dir():
+            raise ValueError(f"varreg: --json must be a file, and {json} is a folder.")
+    console = Console() if sys.stdout.isatty() else Console(width=200)
+    rows: list[dict[str, Any]] = []
+    stopped = False
+    try:
+        with meter(console, plan.parts()) as told:
+            rows.extend(measuring.run(plan, told))
+    except KeyboardInterrupt:
+        stopped = True
+    found = measuring.record(plan, rows, command_of(sys.argv))
+    if rows:
+        pages = [measuring.profiles(row) for row in rows if profile]
+        shown = [measuring.results(rows), measuring.about(plan), found["measured"], *pages, measuring.sentences(rows)]
+        print("\n" + "\n\n".join(shown))
+    if stopped:
+        print("Stopped; nothing was saved.")
+        raise typer.Exit(130)
+    if json is not None:
+        store.write_json(json, found)
+
+
+@contextlib.contextmanager
+def meter(console: Console, total: int) -> Iterator[Callable[[str, float], None]]:
+    """For parts that are under way: a bar on a terminal that moves only when it is told to, so that it takes no time from what is
+    measured; plain lines elsewhere.
+    """
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    begun: dict[str, float] = {}
+    if not console.is_terminal:
+
+        def line(name: str, share: float) -> None:
+            if begun.setdefault(name, -1.0) < 0:
+                print(name, flush=True)
+            begun[name] = share
+
+        yield line
+        return
+    columns = (BarColumn(), TextColumn("{task.percentage:3.0f} %"), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
+        task, last = bar.add_task("", total=total), 0.0
+
+        def move(name: str, share: float) -> None:
+            nonlocal last
+            new = name not in begun
+            begun[name] = share
+            if new or share == 1.0 or time.monotonic() - last > 0.5:
+                bar.update(task, completed=sum(begun.values()), description=escape(name), refresh=True)
+                last = time.monotonic()
+
+        yield move
 
 
 @app.command()

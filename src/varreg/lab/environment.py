@@ -56,3 +56,11 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "kernels": native.status(),
     }
+
+
+def machine() -> str:
+    """In a line, for people: what a measured time depends on."""
+    e = environment()
+    threads = torch.get_num_threads()
+    of = f"{threads} thread{'s' * (threads > 1)} on {e['cores']} core{'s' * (e['cores'] > 1)}"
+    return f"{e['processor']}, {of}, Python {e['python']}, torch {e['torch']}, native library {e['kernels']}"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import difflib
+import importlib
 import inspect
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 
@@ -66,12 +68,44 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
     return ValueError(f"varreg: there is no {kind} {name!r}; there are: {', '.join(known)}.{hint}")
 
 
+def imported(module: str, name: str, hint: str = "") -> Any:
+    """What is called `name` in a module, which may lie in the folder where the command is given."""
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:  # whatever the user's module raises
+        said = f"{type(error).__name__}: {error}"
+        raise ValueError(f"varreg: {module}:{name} cannot be imported ({said}).{hint}") from error
+    if not hasattr(found, name):
+        near = difflib.get_close_matches(name, vars(found), 1)
+        also = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"varreg: module {module!r} has no function {name!r}.{also}")
+    return getattr(found, name)
+
+
+def own(spec: str, what: str) -> tuple[Any, dict[str, Any]]:
+    """What `package.module:name,option=value` names, and the options."""
+    module, _, rest = spec.partition(":")
+    name, _, given = rest.partition(",")
+    if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+        raise ValueError(f"varreg: {what} must be package.module:name, as in my_file:my_function; got {spec!r}.")
+    hint = f" Modules are looked for in this folder, {Path.cwd()}, and where Python has its packages."
+    return imported(module, name, hint), options(given, spec)
+
+
+def none(options: dict[str, Any], what: str) -> None:
+    """Refuse options where nobody would take them."""
+    if options:
+        raise ValueError(f"varreg: {what} takes no options; got {', '.join(options)}.")
+
+
 def call(function: Callable[..., Any], options: dict[str, Any], what: str) -> Any:
     """With options that it takes; else an error that says which it takes."""
+    signature = _signature(function)
     try:
-        inspect.signature(function).bind(**options)
+        signature.bind(**options)
     except TypeError as error:
-        takes = ", ".join(f"{p.name}={p.default}" for p in inspect.signature(function).parameters.values()) or "no options"
+        known = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        takes = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default}" for p in known) or "no options"
         raise ValueError(f"varreg: {what}: {error}. It takes {takes}.") from None
     try:
         return function(**options)
@@ -79,3 +113,11 @@ def call(function: Callable[..., Any], options: dict[str, Any], what: str) -> An
         if isinstance(error, ValueError) and str(error).startswith("varreg: "):
             raise
         raise ValueError(f"varreg: {what} failed: {type(error).__name__}: {error}") from error
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Some of those in C have none: these take what they take."""
+    try:
+        return inspect.signature(function)
+    except ValueError:
+        return inspect.signature(lambda **options: None)

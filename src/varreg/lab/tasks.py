@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import importlib
 import math
 import pydoc_data.topics
 import random
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from varreg.lab import data, models, names
 
@@ -248,12 +248,7 @@ def task(spec: str) -> Task:
 
 
 def imported(module: str, function: str) -> Callable[..., Task]:
-    try:
-        found = getattr(importlib.import_module(module), function, None)
-    except Exception as error:
-        known = ", ".join(TASKS)
-        said = f"{type(error).__name__}: {error}"
-        raise ValueError(f"varreg: {module}:{function} cannot be imported ({said}). Tasks by name: {known}.") from error
+    found = names.imported(module, function, f" Tasks by name: {', '.join(TASKS)}.")
     if not callable(found):
         raise ValueError(f"varreg: module {module!r} has no function {function!r}.")
     return cast("Callable[..., Task]", found)
@@ -314,23 +309,32 @@ def check(spec: str, data_dir: Path | None, batch: int) -> str:
         model.eval()
         output = model(x)
         loss = made.loss(output, y)
-        halves = [
-            made.loss(output[part], y[part]) * (len(y[part]) / len(y))
-            for part in (slice(0, len(y) // 2), slice(len(y) // 2, None))
-        ]
+        check_loss(made.loss, loss, output, y, f"the loss of task {spec}")
     except Exception as error:
+        if str(error).startswith("varreg: "):
+            raise
         raise ValueError(
             f"varreg: task {spec}: its model and loss cannot be used on its data ({type(error).__name__}: {error})."
         ) from error
     if not list(model.parameters()):
         raise ValueError(f"varreg: the model of task {spec} has no parameters.")
-    if loss.dim():
+    return fingerprint(spec, splits, model)
+
+
+def check_loss(loss_of: Callable[..., Any], loss: Any, output: Any, y: Any, what: str) -> None:
+    """Is it a single number, and a mean over samples? A sum, or what mixes samples, is found out by halves of the batch."""
+    if not isinstance(loss, Tensor) or loss.dim():
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"varreg: {what} must be a single number, a mean over samples; got {got}.")
+    m = next(len(t) for t in tree_leaves(y) if isinstance(t, Tensor))
+    if m < 2:
+        return
+    halves = []
+    for half in (slice(0, m // 2), slice(m // 2, None)):
+        these = tree_map(lambda t, half=half: t[half] if isinstance(t, Tensor) else t, (output, y))
+        halves.append(loss_of(*these) * (len(range(m)[half]) / m))
+    if not torch.isclose(loss, halves[0] + halves[1], rtol=1e-3, atol=1e-5):
         raise ValueError(
-            f"varreg: the loss of task {spec} must be a single number, a mean over samples; got shape {tuple(loss.shape)}."
-        )
-    if len(y) > 1 and not torch.isclose(loss, halves[0] + halves[1], rtol=1e-3, atol=1e-5):
-        raise ValueError(
-            f"varreg: the loss of task {spec} is not a mean over samples: of {len(y)} samples it is {loss.item():.6g}, and the "
+            f"varreg: {what} is not a mean over samples: of {m} samples it is {loss.item():.6g}, and the "
             f"weighted mean of its two halves is {(halves[0] + halves[1]).item():.6g}."
         )
-    return fingerprint(spec, splits, model)
