@@ -62,7 +62,8 @@ def norm_rows(x: Tensor, dy: Tensor, eps: float, centre: bool = True) -> tuple[T
     if not _serves(x, dy):
         return None
     x, dy = _near(x, 2), _near(dy, 2)
-    weight, bias = dy.new_empty(2, dy.shape[0], *dy.shape[2:])
+    shape = dy.shape[0], *dy.shape[2:]
+    weight, bias = dy.new_empty(shape), dy.new_empty(shape)
     sizes = *dy.shape[:2], math.prod(dy.shape[2:]), *x.stride()[:2], *dy.stride()[:2], int(centre)
     library.call("norm_rows", (x, dy, weight, bias), sizes, (eps,), library.threads_for(dy.numel()))
     return weight, bias
@@ -76,7 +77,7 @@ def norm_channels(
         return None
     rstd = None if var is None else (var.to(x.dtype) + eps).rsqrt().contiguous()
     mean = None if mean is None else mean.to(x.dtype).contiguous()
-    weight, bias = dy.new_empty(2, *dy.shape[:2])
+    weight, bias = dy.new_empty(dy.shape[:2]), dy.new_empty(dy.shape[:2])
     sizes = *dy.shape[:2], math.prod(dy.shape[2:]), groups
     library.call(
         "norm_channels",
