@@ -292,17 +292,29 @@ static void NAME(pack)(const NAME(shape) * s, const NAME(plan) * p, int64_t imag
     }
 }
 
-/* One tap's vectors of one block of output features, for all groups that are packed. */
-static inline void NAME(tap)(const NAME(shape) * s, const NAME(plan) * p, int64_t tap, int64_t k, int64_t panel, int64_t units, int64_t n,
-                             const REAL *images, const REAL *deltas, REAL *S, REAL *W, REAL share) {
-    int64_t from = NAME(begin)(k, s->o), mr = NAME(begin)(k + 1, s->o) - from, count = units * n;
-    int64_t vectors = p->padded / LANES, nv = vectors - panel * NV < NV ? vectors - panel * NV : NV, column = panel * NV * LANES;
+/* A panel: some vectors of one tap, at every output pixel. Where they are in a packed image, and in S. */
+typedef struct {
+    int64_t place, in_sums, nv;
+} NAME(panel);
+
+static inline NAME(panel) NAME(panel_of)(const NAME(shape) * s, const NAME(plan) * p, int64_t tap, int64_t number) {
+    int64_t column = number * NV * LANES, left = p->padded / LANES - number * NV;
     int64_t ky = s->dx == 1 ? tap : tap / s->kw, kx = s->dx == 1 ? 0 : tap % s->kw;
+    NAME(panel) panel = {(p->joined ? 0 : (ky * s->dy * p->frame_w + kx * s->dx) * s->c) + column, tap * p->padded + column, left < NV ? left : NV};
+    return panel;
+}
+
+static inline NAME(lines) NAME(lines_of)(const NAME(shape) * s, const NAME(plan) * p) {
     NAME(lines) at = {p->image, s->oh, s->ow, s->sy * p->frame_w * s->c, s->sx * s->c};
     if (p->joined) at.outer = 1, at.inner = p->r, at.inner_step = p->joined;
-    const REAL *b = images + (p->joined ? 0 : (ky * s->dy * p->frame_w + kx * s->dx) * s->c) + column;
-    int64_t place = from * p->ld + tap * p->padded + column;
-    NAME(tiles)[mr - 1][nv - 1](units, n, deltas + count * p->r * from, b, &at, S + place, W + place, p->ld, share);
+    return at;
+}
+
+/* Block k of the output features with one panel, for all groups that are packed. */
+static inline void NAME(block)(const NAME(shape) * s, const NAME(plan) * p, const NAME(panel) * panel, int64_t k, int64_t units, int64_t n, const REAL *b,
+                               const NAME(lines) * at, const REAL *deltas, REAL *S, REAL *W, REAL share) {
+    int64_t from = NAME(begin)(k, s->o), mr = NAME(begin)(k + 1, s->o) - from, place = from * p->ld + panel->in_sums;
+    NAME(tiles)[mr - 1][panel->nv - 1](units, n, deltas + units * n * p->r * from, b, at, S + place, W + place, p->ld, share);
 }
 
 /* `bias` is [images, wide]. Without scratch memory, nothing is done but to say how much it needs. */
@@ -310,12 +322,14 @@ void NAME(conv)(const REAL *x, const REAL *delta, REAL *S, REAL *W, REAL *bias, 
     const NAME(plan) p = NAME(plan_of)(s, threads);
     const NAME(groups) all = {s->groups, s->images / s->per / s->groups, s->images / s->per % s->groups};
     const int64_t most = (all.size + (all.larger > 0)) * s->per * p.at_once, slack = NV * LANES, own = s->o * p.ld;
-    const int64_t room = most * (p.image + p.r * s->o) + 2 * slack, frame = p.joined ? p.frame + slack : 0;
+    const int64_t room = most * (p.image + p.r * s->o) + 2 * slack;
+    const int64_t frame = (p.joined ? p.frame : 0) + (p.shared ? most * p.r * NV * LANES : 0) + slack; /* of each thread: to join taps, to copy a panel */
     const int64_t rooms = p.shared ? 1 : threads, sums = 2 * own * rooms;
     s->scratch = sums + rooms * room + threads * frame;
     if (!scratch) return;
     const int64_t taps = p.joined ? 1 : p.taps, blocks = NAME(blocks_of)(s->o), panels = (p.padded / LANES + NV - 1) / NV;
-    memset(scratch, 0, sums * sizeof(REAL));
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int t = 0; t < threads; t++) memset(scratch + sums * t / threads, 0, (sums * (t + 1) / threads - sums * t / threads) * sizeof(REAL));
     REAL *frames = scratch + sums + rooms * room;
     if (p.shared)
         for (int64_t first = 0; first < s->groups;) {
@@ -327,10 +341,19 @@ void NAME(conv)(const REAL *x, const REAL *delta, REAL *S, REAL *W, REAL *bias, 
 #pragma omp for schedule(static)
                 for (int64_t k = 0; k < count; k++)
                     NAME(pack)(s, &p, run.start * s->per + k, x, delta, bias, wide, frames + THREAD * frame, images, deltas, k, count);
+                REAL *copy = frames + THREAD * frame;
+                const NAME(lines) lines = NAME(lines_of)(s, &p), copied = {p.r * NV * LANES, 1, p.r, 0, NV * LANES};
+                int64_t last = -1;
 #pragma omp for schedule(static)
                 for (int64_t work = 0; work < taps * panels * blocks; work++) {
-                    int64_t k = work % blocks, panel = work / blocks % panels, tap = work / blocks / panels;
-                    NAME(tap)(s, &p, tap, k, panel, units, n, images, deltas, scratch, scratch + own, (REAL)1 / (REAL)run.n);
+                    const NAME(panel) panel = NAME(panel_of)(s, &p, work / blocks / panels, work / blocks % panels);
+                    if (last != work / blocks) /* a panel is used for every block: side by side, it is read fast */
+                        for (int64_t k = 0; k < count; k++)
+                            for (int64_t y = 0; y < lines.outer; y++)
+                                NAME(copy)(images + panel.place + k * lines.sample + y * lines.outer_step, lines.inner_step, copy + k * copied.sample + y * lines.inner * NV * LANES,
+                                           NV * LANES, lines.inner, panel.nv * LANES);
+                    last = work / blocks;
+                    NAME(block)(s, &p, &panel, work % blocks, units, n, copy, &copied, deltas, scratch, scratch + own, (REAL)1 / (REAL)run.n);
                 }
             }
             first = run.end;
@@ -347,27 +370,24 @@ void NAME(conv)(const REAL *x, const REAL *delta, REAL *S, REAL *W, REAL *bias, 
             REAL *total = scratch + THREAD * 2 * own;
             for (int64_t k = 0; k < count; k++)
                 NAME(pack)(s, &p, run.start * s->per + k, x, delta, bias, wide, frames + THREAD * frame, images, deltas, k, count);
-            for (int64_t tap = 0; tap < taps; tap++)
-                for (int64_t panel = 0; panel < panels; panel++)
-                    for (int64_t k = 0; k < blocks; k++)
-                        NAME(tap)(s, &p, tap, k, panel, units, n, images, deltas, total, total + own, (REAL)1 / (REAL)run.n);
+            const NAME(lines) lines = NAME(lines_of)(s, &p);
+            for (int64_t work = 0; work < taps * panels; work++) {
+                const NAME(panel) panel = NAME(panel_of)(s, &p, work / panels, work % panels);
+                for (int64_t k = 0; k < blocks; k++)
+                    NAME(block)(s, &p, &panel, k, units, n, images + panel.place, &lines, deltas, total, total + own, (REAL)1 / (REAL)run.n);
+            }
         }
     }
-    const int64_t step = p.joined ? p.width : p.padded, columns = s->dx == 1 ? s->kw : 1;
+    const int64_t step = p.joined ? p.width : p.padded, places = s->kh * s->kw; /* from [o, taps, places of a tap, c] to [o, c, kh, kw] */
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t o = 0; o < s->o; o++)
-        for (int64_t c = 0; c < s->c; c++)
+        for (int both = 0; both < 2; both++) {
+            REAL *sum = scratch + both * own + o * p.ld, *to = (both ? W : S) + o * s->c * places;
+            for (int64_t t = 1; t < rooms; t++)
+                for (int64_t k = 0; k < p.ld; k++) sum[k] += sum[t * 2 * own + k];
             for (int64_t tap = 0; tap < p.taps; tap++)
-                for (int64_t k = 0; k < columns; k++) {
-                    int64_t from = o * p.ld + tap * step + k * s->c + c, to = ((o * s->c + c) * p.taps + tap) * columns + k;
-                    REAL total = 0, square = 0;
-                    for (int64_t t = 0; t < rooms; t++) {
-                        total += scratch[t * 2 * own + from];
-                        square += scratch[t * 2 * own + own + from];
-                    }
-                    S[to] = total;
-                    W[to] = square;
-                }
+                NAME(transpose)(sum + tap * step, s->c, to + tap * (places / p.taps), places, places / p.taps, s->c);
+        }
 }
 
 /* Each output feature sees one input channel alone: S and W [o, 1, kh, kw], o a multiple of c. Nothing is packed. */
