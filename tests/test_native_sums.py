@@ -42,11 +42,11 @@ def test_a_matrix_product_of_any_size(b, r, o, i, groups, threads, dtype, crosse
     groups = min(b, groups)
     delta, a = torch.randn(b, r, o, dtype=dtype), torch.randn(b, i, r, dtype=dtype).mT
     a = a if crossed else a.contiguous()
-    found = sums.outer(delta, a, groups, rows=True)
+    found = sums.outer(delta, a, groups, bias=True)
     total, square = both_sums(torch.einsum("bro,bri->boi", delta, a), groups)
     torch.testing.assert_close(found.total, total, **CLOSE[dtype])
     torch.testing.assert_close(found.square, square, **CLOSE[dtype])
-    torch.testing.assert_close(found.rows, delta.sum(1), **CLOSE[dtype])
+    torch.testing.assert_close(tuple(found.bias), both_sums(delta.sum(1), groups), **CLOSE[dtype])
 
 
 @needs_compiler
@@ -98,11 +98,12 @@ def test_a_convolution(name, order):
     pairs = [v if isinstance(v, tuple) else (v, v) for v in (stride, padding, dilation)]
     for groups, threads, per in ((6, 1, 1), (6, 3, 1), (4, 2, 1), (1, 2, 1), (3, 2, 2), (2, 1, 2)):
         torch.set_num_threads(threads)
-        found = sums.conv(x, dy, kernel, *pairs, groups, per=per, parts=parts, rows=True)
+        found = sums.conv(x, dy, kernel, *pairs, groups, per=per, parts=parts, bias=True)
         total, square = both_sums(c.unflatten(0, (-1, per)).sum(1), groups)
         torch.testing.assert_close(found.total, total, rtol=1e-11, atol=1e-11)
         torch.testing.assert_close(found.square, square, rtol=1e-11, atol=1e-11)
-        torch.testing.assert_close(found.rows, dy.sum((2, 3)).unflatten(0, (-1, per)).sum(1), rtol=1e-11, atol=1e-11)
+        biases = both_sums(dy.sum((2, 3)).unflatten(0, (-1, per)).sum(1), groups)
+        torch.testing.assert_close(tuple(found.bias), biases, rtol=1e-11, atol=1e-11)
 
 
 def _gradient(weight, x, dy, *how):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -19,11 +20,18 @@ def scratch(use: str, shape: Sequence[int], like: Tensor) -> Tensor:
     On the CPU its memory is kept: fresh memory of this size would be handed out page by page, at the price of the work itself.
     """
     numel = math.prod(shape)
-    if like.device.type != "cpu" or numel > AT_MOST:
+    if not like.is_cpu or numel > AT_MOST:
         return like.new_empty(shape)
-    key = f"{use} {like.dtype}"
-    buffer: Tensor | None = getattr(_workspace, key, None)
+    return room(use, numel, like)[:numel].view(tuple(shape))
+
+
+def room(use: str, numel: int, like: Tensor) -> Tensor:
+    """Scratch memory on the CPU for so many elements at least."""
+    kept: dict[Any, Tensor] = _workspace.__dict__  # this thread's own
+    key = use, like.dtype
+    buffer = kept.get(key)
     if buffer is None or buffer.numel() < numel:
         buffer = like.new_empty(numel)
-        setattr(_workspace, key, buffer)
-    return buffer[:numel].view(tuple(shape))
+        if numel <= AT_MOST:
+            kept[key] = buffer
+    return buffer

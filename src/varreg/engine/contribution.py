@@ -14,7 +14,6 @@ Letters: b samples, u groups, r rows of one sample (time steps, pixels), o and i
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -59,8 +58,10 @@ class Contribution:
 
     chunk = 1 << 21
     at_once = 8
-    wants_rows = False
-    """Is there a bias, which takes Σ_r δ_br?"""
+    with_bias = False
+    """Is there a bias, which gets Σ_r δ_br?"""
+    bias: Tensor | None = None
+    """S and W of that, once they were found together with this one's own."""
 
     def __init__(self, partition: Partition, shape: torch.Size):
         self.partition = partition
@@ -156,7 +157,6 @@ class Outer(Contribution):
     def __init__(self, partition: Partition, delta: Tensor, a: Tensor, shape: torch.Size | None = None):
         super().__init__(partition, shape or torch.Size((delta.shape[-1], a.shape[-1])))
         self.delta, self.a = delta, a
-        self.rows: Tensor | None = None
 
     def groups(self, first: int, last: int, start: int, n: int) -> Tensor:
         part = slice(start, start + (last - first) * n)
@@ -166,10 +166,10 @@ class Outer(Contribution):
 
     def sums(self) -> tuple[Tensor | None, Tensor | None]:
         if self.delta.shape[1] != 1 or self.partition.groups != self.partition.batch or not self.partition.batch:
-            found = native.sums.outer(self.delta, self.a, self.partition.groups, self.wants_rows)
+            found = native.sums.outer(self.delta, self.a, self.partition.groups, self.with_bias)
             if found is None:
                 return super().sums()
-            self.rows = found.rows
+            self.bias = found.bias
             return found.total.view(self.shape), found.square.view(self.shape)
         dtype = stat_dtype(self.delta.dtype)  # one row per sample: (δ ⊗ a)² = δ² ⊗ a², and no per-sample gradient exists
         delta, a = self.delta[:, 0].to(dtype), self.a[:, 0].to(dtype)
@@ -180,33 +180,30 @@ class Outer(Contribution):
         return (delta.t() @ a).view(self.shape)
 
 
-class Rows(Contribution):
+class Bias(Contribution):
     """c_b = Σ_r δ_br: what a bias gets, from the δ that a weight's contributions are made of.
 
-    Where those were summed up without existing one by one, it came with them; else `make` has it.
+    Where those were summed up without existing one by one, its sums came with them; else `make` has its contributions.
     """
 
     def __init__(self, of: Outer | Lazy, make: Callable[[], Contribution]):
         super().__init__(of.partition, of.shape[:1])
         self._of, self._make = of, make
-        of.wants_rows = True
-
-    @functools.cached_property
-    def _found(self) -> Contribution:
-        return self._make() if self._of.rows is None else Dense(self.partition, self._of.rows)
+        of.with_bias = True
 
     def groups(self, first: int, last: int, start: int, n: int) -> Tensor:
-        return self._found.groups(first, last, start, n)
+        return self._make().groups(first, last, start, n)
 
     def sums(self) -> tuple[Tensor | None, Tensor | None]:
-        return self._found.sums()
+        both = self._of.bias
+        return self._make().sums() if both is None else (both[0], both[1])
 
     def total(self) -> Tensor | None:
-        return self._found.total()
+        return self._make().total() if self._of.bias is None else self._of.bias[0]
 
 
 class Lazy(Contribution):
-    """Contributions that a function makes a few groups at a time: `make(first, last, start, n)`. `sums(wants_rows)` may have S and W at once."""
+    """Contributions that a function makes a few groups at a time: `make(first, last, start, n)`. `sums(with_bias)` may have S and W at once."""
 
     def __init__(
         self,
@@ -218,7 +215,6 @@ class Lazy(Contribution):
     ):
         super().__init__(partition, shape)
         self._make, self._cost, self._sums = make, cost, sums
-        self.rows: Tensor | None = None
 
     def groups(self, first: int, last: int, start: int, n: int) -> Tensor:
         return self._make(first, last, start, n)
@@ -227,10 +223,10 @@ class Lazy(Contribution):
         return self._cost(n) if self._cost else super().cost(n)
 
     def sums(self) -> tuple[Tensor | None, Tensor | None]:
-        found = self._sums(self.wants_rows) if self._sums else None
+        found = self._sums(self.with_bias) if self._sums else None
         if found is None:
             return super().sums()
-        self.rows = found.rows
+        self.bias = found.bias
         return found.total, found.square
 
 

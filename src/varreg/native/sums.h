@@ -129,10 +129,36 @@ static inline NAME(run) NAME(run_from)(int64_t first, NAME(groups) g, int64_t at
     return run;
 }
 
-/* ---- dense layers: delta [b, r, o], a [b, r, i]; S and W [o, i] are added to ---- */
+static inline void NAME(clear)(REAL *x, int64_t n, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int t = 0; t < threads; t++) memset(x + n * t / threads, 0, (n * (t + 1) / threads - n * t / threads) * sizeof(REAL));
+}
+
+/* What a bias gets: S and W, side by side, of the sums of delta over rows, `of` [batch * per, o]. */
+static void NAME(bias)(const REAL *of, REAL *sums, int64_t batch, int64_t per, int64_t groups, int64_t o) {
+    for (int64_t f = 0; f < o; f++) {
+        double total = 0, square = 0;
+        const REAL *c = of + f;
+        for (int64_t u = 0; u < groups; u++) {
+            const int64_t n = batch / groups + (u < batch % groups);
+            double sum = 0;
+            for (int64_t k = 0; k < n * per; k++, c += o) sum += *c;
+            total += sum;
+            square += sum * sum / (double)n;
+        }
+        sums[f] = (REAL)total;
+        sums[o + f] = (REAL)square;
+    }
+}
+
+/* ---- dense layers: delta [b, r, o], a [b, r, i]; S and W [o, i], and, if it is wanted, both of the bias [2, o] ---- */
 
 void NAME(outer)(const REAL *delta, const REAL *a, REAL *S, REAL *W, REAL *bias, REAL *scratch, int64_t batch, int64_t groups, int64_t r, int64_t o, int64_t i,
                  int64_t at_once, int threads) {
+    REAL *sums = scratch; /* of delta over the rows of each sample */
+    scratch += bias ? batch * o : 0;
+    NAME(clear)(S, o * i, threads);
+    NAME(clear)(W, o * i, threads);
     const int64_t width = NV * LANES, panels = (i + width - 1) / width, blocks = NAME(blocks_of)(o);
     const NAME(groups) all = {groups, batch / groups, batch % groups};
     for (int64_t first = 0; first < groups;) {
@@ -153,7 +179,7 @@ void NAME(outer)(const REAL *delta, const REAL *a, REAL *S, REAL *W, REAL *bias,
                     NAME(copy)(source + from, o, scratch + rows * from + sample * r * mr, mr, r, mr);
                 }
                 if (bias) {
-                    REAL *total = bias + (run.start + sample) * o;
+                    REAL *total = sums + (run.start + sample) * o;
                     for (int64_t f = 0; f < o; f++) total[f] = 0;
                     for (int64_t j = 0; j < r; j++)
                         for (int64_t f = 0; f < o; f++) total[f] += source[j * o + f];
@@ -185,9 +211,10 @@ void NAME(outer)(const REAL *delta, const REAL *a, REAL *S, REAL *W, REAL *bias,
         }
         first = run.end;
     }
+    if (bias) NAME(bias)(sums, bias, batch, 1, groups, o);
 }
 
-/* ---- convolutions: x [images, c, h, w], delta [images, o, oh, ow], `per` images a sample; S and W [o, c, kh, kw] ----
+/* ---- convolutions: x [images, c, h, w], delta [images, o, oh, ow], `per` images a sample; S and W [o, c/parts, kh, kw], and both of the bias ----
 
    Packed, an image's pixels lie one after the other with their channels side by side, within a frame of zeros. Then what a line of the kernel sees
    at an output pixel is one run of kw*c numbers (a tap; with dilation each column is one). Where such a run fills vectors badly,
@@ -196,7 +223,8 @@ void NAME(outer)(const REAL *delta, const REAL *a, REAL *S, REAL *W, REAL *bias,
 typedef struct {
     int64_t images, per, groups, c, h, w, o, oh, ow, kh, kw, sy, sx, py, px, dy, dx;
     int64_t x_image, x_channel, x_row, x_column, d_image, d_channel, d_pixel; /* strides; one of channel and column, or pixel, is 1 */
-    int64_t scratch;                                                          /* numbers of memory, found out */
+    int64_t parts;   /* into which channels and features are divided, each on its own */
+    int64_t scratch; /* numbers of memory, found out */
 } NAME(shape);
 
 typedef struct {
@@ -317,19 +345,18 @@ static inline void NAME(block)(const NAME(shape) * s, const NAME(plan) * p, cons
     NAME(tiles)[mr - 1][panel->nv - 1](units, n, deltas + units * n * p->r * from, b, at, S + place, W + place, p->ld, share);
 }
 
-/* `bias` is [images, wide]. Without scratch memory, nothing is done but to say how much it needs. */
-void NAME(conv)(const REAL *x, const REAL *delta, REAL *S, REAL *W, REAL *bias, REAL *scratch, NAME(shape) * s, int64_t wide, int threads) {
+/* One part. Returns how much scratch memory it needs, in numbers; without any, it does nothing else. `bias` is [images, wide]. */
+static int64_t NAME(part)(const NAME(shape) * s, const REAL *x, const REAL *delta, REAL *S, REAL *W, REAL *bias, REAL *scratch, int64_t wide, int threads) {
     const NAME(plan) p = NAME(plan_of)(s, threads);
     const NAME(groups) all = {s->groups, s->images / s->per / s->groups, s->images / s->per % s->groups};
     const int64_t most = (all.size + (all.larger > 0)) * s->per * p.at_once, slack = NV * LANES, own = s->o * p.ld;
     const int64_t room = most * (p.image + p.r * s->o) + 2 * slack;
     const int64_t frame = (p.joined ? p.frame : 0) + (p.shared ? most * p.r * NV * LANES : 0) + slack; /* of each thread: to join taps, to copy a panel */
     const int64_t rooms = p.shared ? 1 : threads, sums = 2 * own * rooms;
-    s->scratch = sums + rooms * room + threads * frame;
-    if (!scratch) return;
+    const int64_t needs = sums + rooms * room + threads * frame;
+    if (!scratch) return needs;
     const int64_t taps = p.joined ? 1 : p.taps, blocks = NAME(blocks_of)(s->o), panels = (p.padded / LANES + NV - 1) / NV;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int t = 0; t < threads; t++) memset(scratch + sums * t / threads, 0, (sums * (t + 1) / threads - sums * t / threads) * sizeof(REAL));
+    NAME(clear)(scratch, sums, threads);
     REAL *frames = scratch + sums + rooms * room;
     if (p.shared)
         for (int64_t first = 0; first < s->groups;) {
@@ -388,6 +415,22 @@ void NAME(conv)(const REAL *x, const REAL *delta, REAL *S, REAL *W, REAL *bias, 
             for (int64_t tap = 0; tap < p.taps; tap++)
                 NAME(transpose)(sum + tap * step, s->c, to + tap * (places / p.taps), places, places / p.taps, s->c);
         }
+    return needs;
+}
+
+void NAME(conv)(const REAL *x, const REAL *delta, REAL *S, REAL *W, REAL *bias, REAL *scratch, NAME(shape) * whole, int threads) {
+    NAME(shape) s = *whole;
+    s.c /= s.parts;
+    s.o /= s.parts;
+    const int64_t sums = s.images * whole->o, weights = s.o * s.c * s.kh * s.kw;
+    if (!scratch) {
+        whole->scratch = sums + NAME(part)(&s, x, delta, S, W, bias, scratch, whole->o, threads);
+        return;
+    }
+    for (int64_t k = 0; k < s.parts; k++)
+        NAME(part)(&s, x + k * s.c * s.x_channel, delta + k * s.o * s.d_channel, S + k * weights, W + k * weights, bias ? scratch + k * s.o : 0, scratch + sums,
+                   whole->o, threads);
+    if (bias) NAME(bias)(scratch, bias, s.images / s.per, s.per, s.groups, whole->o);
 }
 
 /* Each output feature sees one input channel alone: S and W [o, 1, kh, kw], o a multiple of c. Nothing is packed. */
@@ -410,7 +453,7 @@ static inline REAL NAME(seen)(const NAME(shape) * s, const REAL *x, const REAL *
     return total;
 }
 
-void NAME(depthwise)(const REAL *x, const REAL *delta, REAL *S, REAL *W, REAL *bias, const NAME(shape) * s, int threads) {
+void NAME(depthwise)(const REAL *x, const REAL *delta, REAL *S, REAL *W, REAL *bias, REAL *sums, const NAME(shape) * s, int threads) {
     const NAME(groups) all = {s->groups, s->images / s->per / s->groups, s->images / s->per % s->groups};
     const int64_t taps = s->kh * s->kw, each = s->o / s->c;
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -426,9 +469,10 @@ void NAME(depthwise)(const REAL *x, const REAL *delta, REAL *S, REAL *W, REAL *b
                 W[o * taps + t] += c * c / (REAL)n;
             }
             if (bias)
-                for (int64_t k = first; k < end; k++) bias[k * s->o + o] = NAME(sum)(deltas + k * s->d_image, s->oh * s->ow);
+                for (int64_t k = first; k < end; k++) sums[k * s->o + o] = NAME(sum)(deltas + k * s->d_image, s->oh * s->ow);
             first = end;
         }
     }
+    if (bias) NAME(bias)(sums, bias, s->images / s->per, s->per, s->groups, s->o);
 }
 #undef UNROLL

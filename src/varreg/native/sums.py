@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from varreg.memory import scratch
+from varreg.memory import room
 from varreg.native import library
 
 _AT_ONCE = 1 << 20  # numbers that are packed at a time, unless a single group has more
 _WORTH_THREADS = 1 << 18  # products
-_PARTS = 64  # of a convolution's channels, which are worked on one after the other
+_WIDTH = 32  # numbers of a panel: two vectors, at most
 
 
 class Sums(NamedTuple):
@@ -23,38 +23,37 @@ class Sums(NamedTuple):
     """S."""
     square: Tensor
     """W."""
-    rows: Tensor | None
-    """Σ_r δ_br `[b, o]`, which is what each sample contributes to a bias; None unless it was asked for."""
+    bias: Tensor | None
+    """Both for c_b = Σ_r δ_br `[2, o]`, which is what a bias gets; None unless it was asked for."""
 
 
-def outer(delta: Tensor, a: Tensor, groups: int, rows: bool = False) -> Sums | None:
+def outer(delta: Tensor, a: Tensor, groups: int, bias: bool = False) -> Sums | None:
     """Of c_b = Σ_r δ_br ⊗ a_br, with δ `[b, r, o]` and a `[b, r, i]`; None where it takes PyTorch."""
     (b, r, o), i = delta.shape, a.shape[2]
     if not (b and r and o and i and library.serves(delta, a)):
         return None
     delta, a = delta.contiguous(), a.contiguous()
-    total, square = delta.new_zeros(2, o, i)
-    sums = delta.new_empty(b, o) if rows else None
-    threads = torch.get_num_threads() if b * r * o * i > _WORTH_THREADS else 1
-    group = -(-b // groups) * r
-    at_once = min(max(1, _AT_ONCE // (group * (o + 32 * threads))), groups)
-    room = scratch("native", (group * at_once * (o + 32 * threads) + 64 * (threads + 1),), delta)
-    library.call("outer", (delta, a, total, square, sums, room), (b, groups, r, o, i, at_once), (), threads)
-    return Sums(total, square, sums)
+    total, square, both = delta.new_empty(o, i), delta.new_empty(o, i), delta.new_empty(2, o) if bias else None
+    threads = _threads(b * r * o * i)
+    row, group = o + _WIDTH * threads, -(-b // groups) * r  # numbers that are packed for a row; rows of the largest group
+    at_once = min(max(1, _AT_ONCE // (group * row)), groups)
+    memory = room("native", b * o + group * at_once * row + 2 * _WIDTH * (threads + 1), delta)
+    library.call("outer", (delta, a, total, square, both, memory), (b, groups, r, o, i, at_once), (), threads)
+    return Sums(total, square, both)
 
 
 def conv(
     x: Tensor,
     delta: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
     groups: int,
     *,
     per: int = 1,
     parts: int = 1,
-    rows: bool = False,
+    bias: bool = False,
 ) -> Sums | None:
     """Of a convolution's kernel `[o, c/parts, *kernel]`, from x `[b·per, c, …]` and δ `[b·per, o, …]`; None where it takes PyTorch.
 
@@ -63,35 +62,46 @@ def conv(
     """
     if x.dim() not in (3, 4) or not (x.numel() and delta.numel() and library.serves(x, delta)):
         return None
-    (b, c), o = x.shape[:2], delta.shape[1]
-    if 1 < parts < c and parts > _PARTS:
-        return None
-    total, square = x.new_empty(2, o, c // parts, *kernel)
-    sums = x.new_empty(b, o) if rows else None
-    threads = torch.get_num_threads() if delta.numel() * total[0].numel() > _WORTH_THREADS else 1
+    depthwise, o = 1 < parts == x.shape[1], delta.shape[1]
+    shape = (o, x.shape[1] // parts, *kernel)
+    total, square, both = x.new_empty(shape), x.new_empty(shape), x.new_empty(2, o) if bias else None
     if x.dim() == 3:
         x, delta = x.unsqueeze(2), delta.unsqueeze(2)
         kernel, stride, padding, dilation = (1, *kernel), (1, *stride), (0, *padding), (1, *dilation)
+    x, delta = _in_order(x, depthwise), _in_order(delta, depthwise)
+    how = kernel, stride, padding, dilation
+    threads = _threads(delta.numel() * total[0].numel())
+    numbers, needs = _described(x.shape, x.stride(), delta.shape, delta.stride(), how, groups, per, parts, x.dtype, threads)
+    memory = room("native", needs, x)
+    library.call("depthwise" if depthwise else "conv", (x, delta, total, square, both, memory, numbers), (), (), threads)
+    return Sums(total, square, both)
 
-    def described(x: Tensor, delta: Tensor) -> Tensor:
-        pixels = (delta.shape[2] * delta.shape[3], 1) if delta.stride(3) == 1 else (delta.stride(1), delta.stride(3))
-        sizes = (*(b, per, groups, *x.shape[1:], *delta.shape[1:]), *kernel, *stride, *padding, *dilation)
-        return torch.tensor([*sizes, *x.stride(), delta.stride(0), *pixels, 0])
 
-    if 1 < parts == c:
-        x, delta = x.contiguous(), delta.contiguous()
-        library.call("depthwise", (x, delta, total, square, sums, described(x, delta)), (), (), threads)
-    else:
-        x, delta = (
-            t if parts == 1 and t.is_contiguous(memory_format=torch.channels_last) else t.contiguous() for t in (x, delta)
-        )
-        for k in range(parts):
-            ours, theirs = x[:, k * c // parts : (k + 1) * c // parts], delta[:, k * o // parts : (k + 1) * o // parts]
-            part = slice(k * o // parts, (k + 1) * o // parts)
-            shape, given = (
-                described(ours, theirs),
-                (ours, theirs, total[part], square[part], None if sums is None else sums[:, part]),
-            )
-            library.call("conv", (*given, None, shape), (o,), (), threads)
-            library.call("conv", (*given, scratch("native", (int(shape[-1]),), x), shape), (o,), (), threads)
-    return Sums(total, square, sums if sums is None or per == 1 else sums.view(-1, per, o).sum(1))
+@functools.lru_cache(maxsize=4096)
+def _described(
+    x: torch.Size,
+    x_strides: tuple[int, ...],
+    delta: torch.Size,
+    strides: tuple[int, ...],
+    how: tuple[tuple[int, ...], ...],
+    groups: int,
+    per: int,
+    parts: int,
+    dtype: torch.dtype,
+    threads: int,
+) -> tuple[Tensor, int]:
+    """A `shape` of sums.h, and how much memory it takes."""
+    pixels = (delta[2] * delta[3], 1) if strides[3] == 1 else (strides[1], strides[3])
+    sizes = (x[0], per, groups, *x[1:], *delta[1:], *(n for pair in how for n in pair))
+    numbers = torch.tensor([*sizes, *x_strides, strides[0], *pixels, parts, 0])
+    library.call("conv", (torch.empty(0, dtype=dtype), *(None,) * 5, numbers), (), (), threads)
+    return numbers, int(numbers[-1])
+
+
+def _in_order(t: Tensor, strictly: bool) -> Tensor:
+    """`[b, c, h, w]` with its pixels, or (if not `strictly`) its channels, side by side."""
+    return t if not strictly and t.is_contiguous(memory_format=torch.channels_last) else t.contiguous()
+
+
+def _threads(products: int) -> int:
+    return torch.get_num_threads() if products > _WORTH_THREADS else 1

@@ -66,10 +66,10 @@ def _conv_weight(
     def cost(n: int) -> int:
         return n * images * groups * max(i * features, i * r)
 
-    def sums(rows: bool) -> native.sums.Sums | None:
-        before = [first for first, _ in padding]
-        how: dict[str, Any] = {"per": images, "parts": groups, "rows": rows}
-        return native.sums.conv(x, dy, kernel, stride, before, dilation, call.partition.groups, **how)
+    def sums(bias: bool) -> native.sums.Sums | None:
+        before = tuple([first for first, _ in padding])
+        how: dict[str, Any] = {"per": images, "parts": groups, "bias": bias}
+        return native.sums.conv(x, dy, tuple(kernel), stride, before, dilation, call.partition.groups, **how)
 
     return Lazy(call.partition, shape, make, cost, sums)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from varreg import native
-from varreg.engine.contribution import Contribution, Dense, Lazy, Outer, Partition, Rows
+from varreg.engine.contribution import Bias, Contribution, Dense, Lazy, Outer, Partition
 from varreg.engine.layout import Layout, rows, samples
 
 Contributions = dict[str, Contribution]
@@ -106,7 +106,7 @@ def row_sums(call: Call, t: Tensor) -> Dense:
 
 def bias_of(weight: Contribution | None, make: Callable[[], Contribution]) -> Contribution:
     """Σ_r δ_br, which may come with what the weight gets."""
-    return Rows(weight, make) if isinstance(weight, Outer | Lazy) else make()
+    return Bias(weight, make) if isinstance(weight, Outer | Lazy) else make()
 
 
 def images(t: Tensor, at: Layout) -> Tensor:
