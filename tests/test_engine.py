@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 
 import pytest
 import torch
@@ -328,3 +329,23 @@ def test_moments_print_as_a_line():
     )
     observer.remove()
     assert observer.summary().model is None
+
+
+def test_cleared_sums_let_go_of_their_memory_before_the_next_forward():
+    """It is then that memory is short: activations are made, and plain training has no gradients."""
+    model = torch.nn.Linear(3, 2)
+    observer = varreg.observe(model)
+    x = torch.randn(5, 3)
+    model(x).square().mean().backward()
+    kept = [weakref.ref(t) for p in model.parameters() for t in (varreg.moments(p).total, varreg.moments(p).square)]
+    model.zero_grad()
+    seen = []
+    handle = model.register_forward_pre_hook(lambda *_: seen.extend(r() is None for r in kept))
+    loss = model(x).square().mean()
+    handle.remove()
+    assert seen == [True] * 4
+    loss.backward()
+    assert all(varreg.moments(p).count == 5 for p in model.parameters())
+    model(x).square().mean().backward()  # nothing was cleared: sums go on
+    assert all(varreg.moments(p).count == 10 for p in model.parameters())
+    observer.remove()

@@ -147,6 +147,11 @@ class Ledger:
             return False
         return is_zero(local(p.grad)) and not is_zero(self.total)
 
+    def release(self, p: Tensor) -> None:
+        """Gradients were cleared by None: let go of the memory, which the forward pass may need. They would start anew in any case."""
+        if p.grad is None and self.total is not None and not (self.in_window or self.sharded or self.merged):
+            self._restart()
+
     def open(self, p: Tensor) -> None:
         """A window begins for this parameter."""
         if not self.in_window:

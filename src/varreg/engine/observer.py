@@ -333,6 +333,9 @@ class Observer:
             self._queue()
         elif self._queued or self._window:  # an earlier backward pass failed and never closed its window
             self.abort()
+        if not again:
+            for p, ledger in self._known.values():
+                ledger.release(p)
         self._attach()
         if not is_tracing():
             new_epoch()
