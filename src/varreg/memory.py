@@ -35,3 +35,8 @@ def room(use: str, numel: int, like: Tensor) -> Tensor:
         if numel <= AT_MOST:
             kept[key] = buffer
     return buffer
+
+
+def forget() -> None:
+    """Give this thread's scratch memory back."""
+    _workspace.__dict__.clear()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import varreg
+from varreg import memory as scratch
 from varreg.lab import names, optimizers, timing
 from varreg.lab.environment import environment, machine
 from varreg.lab.tasks import seeded
@@ -311,8 +312,13 @@ def memory(case: str | Own, spec: str, arm: str, threads: int) -> Peak | None:
 def _peak(case: str | Own, spec: str, arm: str, threads: int) -> Peak:
     torch.set_num_threads(threads)
     w = workload(case)
-    few = w._replace(batch=lambda: part(w.batch(), slice(0, 2)))
-    return timing.peak(lambda: Training(few, spec, PLAIN).timed()(), lambda: Training(w, spec, arm).timed())
+    few = w._replace(batch=lambda: part(w.batch(), slice(0, max(2, groups_of(arm) or 0) if arm != PLAIN else 2)))
+
+    def rehearse() -> None:
+        Training(few, spec, arm).timed()()
+        scratch.forget()
+
+    return timing.peak(rehearse, lambda: Training(w, spec, arm).timed())
 
 
 def operations(step: Callable[[], object], steps: int = 5) -> dict[str, float]:
