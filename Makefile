@@ -15,6 +15,7 @@ demo: $(VENV)/.lab
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
+	VARREG_NATIVE=0 $(BIN)/python -m pytest tests/test_conformance.py tests/test_update_rules.py  # once more without native code
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

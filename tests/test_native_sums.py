@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import varreg
+from tests.models import Fn
 from varreg import native
 from varreg.engine.contribution import Outer, Partition
 from varreg.native import library, sums
@@ -123,14 +125,14 @@ def test_what_it_leaves_to_pytorch():
 
 @needs_compiler
 def test_the_twin_has_the_same_numbers(monkeypatch):
-    model = torch.nn.Sequential(
+    model = nn.Sequential(
         *(
-            torch.nn.Conv2d(3, 8, 3, padding=1),
-            torch.nn.ReLU(),
-            torch.nn.Conv2d(8, 8, 3, stride=2, groups=2),
-            torch.nn.Flatten(2),
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(8, 8, 3, stride=2, groups=2),
+            nn.Flatten(2),
         ),
-        *(torch.nn.Conv1d(8, 6, 3, dilation=2), torch.nn.Linear(45, 7), torch.nn.Flatten(), torch.nn.Linear(42, 5)),
+        *(nn.Conv1d(8, 6, 3, dilation=2), nn.Linear(45, 7), nn.Flatten(), nn.Linear(42, 5)),
     )
     x = torch.randn(9, 3, 15, 15)
     found = {}
@@ -156,7 +158,7 @@ def test_per_sample_gradients_are_not_asked_for(monkeypatch):
 
     monkeypatch.setattr(Outer, "groups", refuse)
     monkeypatch.setattr("varreg.engine.contribution.Lazy.groups", refuse)
-    model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.Flatten(2), torch.nn.Linear(16, 3))
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(2), nn.Linear(16, 3))
     with varreg.observe(model):
         model(torch.randn(5, 1, 6, 6)).square().mean().backward()
         assert all(varreg.moments(p).count == 5 for p in model.parameters())
@@ -176,3 +178,54 @@ def test_infinities_stay_where_they_are():
     assert found.total[:, 0].isfinite().all()
     assert found.total[:, 1, 0, 0].isnan().all()
     assert found.total[:, 1].isnan().sum() == 4  # the corner pixel is seen by one place of the kernel alone
+
+
+NARROW = {  # ordinary code whose tensors have dimensions of size 1, with strides that say nothing
+    "text": (lambda m, x: m[1](m[0](x).squeeze(-1).transpose(1, 2)), (4, 1, 9, 6), [nn.Conv2d(1, 5, (3, 6)), nn.Linear(5, 2)]),
+    "turned": (lambda m, x: m[0](x.unsqueeze(2).transpose(2, 3)), (4, 3, 8), [nn.Conv2d(3, 5, (3, 1))]),
+    "transposed": (lambda m, x: m[0](x.transpose(1, 2).unsqueeze(-1)), (4, 8, 3), [nn.ConvTranspose2d(3, 5, (3, 1))]),
+    "lines": (lambda m, x: m[0](x.transpose(1, 2)), (4, 8, 3), [nn.Conv1d(3, 5, 3)]),
+    "one number": (lambda m, x: m[0](x).sum((1, 2, 3)), (1, 3, 4, 4), [nn.Conv2d(3, 1, 4)]),
+    "expanded": (lambda m, x: m[0](x).mean((1, 2, 3)), (4, 3, 6, 6), [nn.Conv2d(3, 2, 3, groups=1)]),
+    "depthwise": (lambda m, x: m[0](x).mean((1, 2, 3)), (4, 3, 6, 1), [nn.Conv2d(3, 3, (3, 1), groups=3)]),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_strides_that_say_nothing(name):
+    forward, shape, layers = NARROW[name]
+    model = Fn(lambda self, x: forward(self.layers, x), layers=nn.ModuleList(layers).double())
+    x = torch.randn(shape)
+    forward(model.layers, x).square().mean().backward()
+    plain = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    with varreg.observe(model):
+        model(x).square().mean().backward()
+        for p, grad in zip(model.parameters(), plain, strict=True):
+            torch.testing.assert_close(p.grad, grad, rtol=1e-10, atol=1e-12)
+            assert varreg.moments(p).count == shape[0]
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Linear(6, 5), nn.Conv2d(3, 5, 3), nn.Conv2d(3, 3, 3, groups=3), nn.ConvTranspose2d(3, 4, 3), nn.Conv2d(3, 200, 5)],
+    ids=["linear", "conv", "depthwise", "transposed", "more features"],
+)
+def test_a_thousand_samples_that_agree_have_no_variance(layer):
+    """In float32, where one addition after the other would drift away from what agrees."""
+    layer, x = layer.float(), torch.randn(3, 6, 6, dtype=torch.float32).expand(1000, 3, 6, 6)
+    with varreg.observe(layer):
+        layer(x).square().mean().backward()
+        for p in layer.parameters():
+            m = varreg.moments(p)
+            assert (m.variance <= 3e-6 * m.mean.square()).all()
+
+
+def test_batched_gradients_of_a_convolution():
+    """`autograd.grad` of several gradients at once, which is not for the parameters' own."""
+    layer, x = nn.Conv2d(2, 3, 3, padding="same"), torch.randn(4, 2, 5, 5)
+    several = torch.randn(6, 4, 3, 5, 5)
+    truth = torch.autograd.grad(layer(x), layer.weight, several, is_grads_batched=True)[0]
+    with varreg.observe(layer):
+        found = torch.autograd.grad(layer(x), layer.weight, several, is_grads_batched=True)[0]
+    torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-12)

@@ -203,7 +203,9 @@ class Bias(Contribution):
 
 
 class Lazy(Contribution):
-    """Contributions that a function makes a few groups at a time: `make(first, last, start, n)`. `sums(with_bias)` may have S and W at once."""
+    """Contributions that a function makes a few groups at a time: `make(first, last, start, n)`. `sums(with_bias)` may have S and W at once,
+    and `total()` S alone.
+    """
 
     def __init__(
         self,
@@ -212,9 +214,10 @@ class Lazy(Contribution):
         make: Callable[[int, int, int, int], Tensor],
         cost: Callable[[int], int] | None = None,
         sums: Callable[[bool], native.sums.Sums | None] | None = None,
+        total: Callable[[], Tensor] | None = None,
     ):
         super().__init__(partition, shape)
-        self._make, self._cost, self._sums = make, cost, sums
+        self._make, self._cost, self._sums, self._total = make, cost, sums, total
 
     def groups(self, first: int, last: int, start: int, n: int) -> Tensor:
         return self._make(first, last, start, n)
@@ -228,6 +231,9 @@ class Lazy(Contribution):
             return super().sums()
         self.bias = found.bias
         return found.total, found.square
+
+    def total(self) -> Tensor | None:
+        return self._total() if self._total and self.partition.batch else super().total()
 
 
 class Scattered(Contribution):

@@ -112,7 +112,10 @@ class Run:
         self.model = self.task.model()
         self.named = list(self.model.named_parameters())
         self.optimizer: Any = optimizers.build(config.optimizer, self.named, config.lr, config.options)
-        self.observer = varreg.observe(self.model) if optimizers.entry(config.optimizer).regularized else None
+        measures = (
+            optimizers.entry(config.optimizer).regularized and config.options.get("s") != 0
+        )  # with s = 0, it is the base to the bit
+        self.observer = varreg.observe(self.model) if measures else None
         self.seen = Split(self.splits.train.x[:EVALUATED], self.splits.train.y[:EVALUATED])
         self.step, self.seconds = 0, 0.0
         self.losses: list[float] = []

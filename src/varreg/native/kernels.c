@@ -26,6 +26,7 @@ enum { RATIONAL, AFFINE };
 #define MR 6
 #endif
 #define NV 2
+#define FEW 64 /* groups that are added up one after the other */
 
 #define LANES ((int64_t)(VECTOR / sizeof(REAL)))
 #define AT(p) (*(NAME(vec) *)(p)) /* a vector, at any address */

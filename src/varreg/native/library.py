@@ -96,20 +96,19 @@ def _built(compiler: list[str], temporary: Path) -> Path:
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
     sources = "".join(path.read_text() for path in sorted(here.glob("*.[ch]")))
     key = hashlib.sha256("\n".join([sources, version, *_FLAGS, _processor()]).encode()).hexdigest()[:16]
-    kept = _cache() / f"kernels-{key}.so"
-    if kept.exists():
-        return kept
+    for kept in _cache().glob(f"kernels-{key}-*.so") if _cache().is_dir() else ():
+        if kept.stem == f"kernels-{key}-{kept.stat().st_size}":  # else it was damaged
+            return kept
     made = temporary / "kernels.so"
     command = [*compiler, *_FLAGS, str(here / "kernels.c"), "-o", str(made)]
     done = subprocess.run([*command, "-fopenmp"], capture_output=True, text=True, check=False)
     if done.returncode:  # without threads, then
         subprocess.run([*command, "-Wno-unknown-pragmas"], capture_output=True, text=True, check=True)
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
-            file.write(made.read_bytes())
-        Path(file.name).replace(kept)  # whole, or not at all
-        return kept
+        _cache().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=_cache()) as folder:
+            copy = Path(shutil.copyfile(made, Path(folder) / made.name))
+            return copy.replace(_cache() / f"kernels-{key}-{copy.stat().st_size}.so")  # whole, or not at all
     except OSError:
         return made
 

@@ -12,25 +12,34 @@ typedef struct {
 #define UNROLL _Pragma("GCC unroll 12")
 static inline __attribute__((always_inline)) void NAME(tile)(const int mr, const int nv, int64_t units, int64_t n, const REAL *a, const REAL *b,
                                                              const NAME(lines) * at, REAL *restrict S, REAL *restrict W, int64_t ld, REAL share) {
-    for (int64_t u = 0; u < units; u++) {
-        NAME(vec) c[MR][NV];
+    for (int64_t first = 0; first < units; first += FEW) { /* of a few at a time: one addition after the other would drift */
+        NAME(vec) total[MR][NV], square[MR][NV];
         UNROLL for (int m = 0; m < mr; m++)
-            UNROLL for (int v = 0; v < nv; v++) c[m][v] = (NAME(vec)){0};
-        for (int64_t s = 0; s < n; s++, b += at->sample)
-            for (int64_t j = 0; j < at->outer; j++) {
-                const REAL *row = b + j * at->outer_step;
-                for (int64_t i = 0; i < at->inner; i++, row += at->inner_step, a += mr) {
-                    NAME(vec) x[NV];
-                    UNROLL for (int v = 0; v < nv; v++) x[v] = AT(row + v * LANES);
-                    UNROLL for (int m = 0; m < mr; m++)
-                        UNROLL for (int v = 0; v < nv; v++) c[m][v] += x[v] * a[m];
+            UNROLL for (int v = 0; v < nv; v++) total[m][v] = square[m][v] = (NAME(vec)){0};
+        for (int64_t u = first; u < units && u < first + FEW; u++) {
+            NAME(vec) c[MR][NV];
+            UNROLL for (int m = 0; m < mr; m++)
+                UNROLL for (int v = 0; v < nv; v++) c[m][v] = (NAME(vec)){0};
+            for (int64_t s = 0; s < n; s++, b += at->sample)
+                for (int64_t j = 0; j < at->outer; j++) {
+                    const REAL *row = b + j * at->outer_step;
+                    for (int64_t i = 0; i < at->inner; i++, row += at->inner_step, a += mr) {
+                        NAME(vec) x[NV];
+                        UNROLL for (int v = 0; v < nv; v++) x[v] = AT(row + v * LANES);
+                        UNROLL for (int m = 0; m < mr; m++)
+                            UNROLL for (int v = 0; v < nv; v++) c[m][v] += x[v] * a[m];
+                    }
                 }
-            }
+            UNROLL for (int m = 0; m < mr; m++)
+                UNROLL for (int v = 0; v < nv; v++) {
+                    total[m][v] += c[m][v];
+                    square[m][v] += c[m][v] * c[m][v];
+                }
+        }
         UNROLL for (int m = 0; m < mr; m++)
             UNROLL for (int v = 0; v < nv; v++) {
-                NAME(vec) *total = (NAME(vec) *)(S + m * ld + v * LANES), *square = (NAME(vec) *)(W + m * ld + v * LANES);
-                *total += c[m][v];
-                *square += c[m][v] * (c[m][v] * share);
+                AT(S + m * ld + v * LANES) += total[m][v];
+                AT(W + m * ld + v * LANES) += square[m][v] * share;
             }
     }
 }
@@ -132,6 +141,14 @@ static inline NAME(run) NAME(run_from)(int64_t first, NAME(groups) g, int64_t at
 static inline void NAME(clear)(REAL *x, int64_t n, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int t = 0; t < threads; t++) memset(x + n * t / threads, 0, (n * (t + 1) / threads - n * t / threads) * sizeof(REAL));
+}
+
+/* to += from, which is then 0 */
+static inline void NAME(fold)(REAL *restrict to, REAL *restrict from, int64_t n) {
+    for (int64_t k = 0; k < n; k++) {
+        to[k] += from[k];
+        from[k] = 0;
+    }
 }
 
 /* What a bias gets: S and W, side by side, of the sums of delta over rows, `of` [batch * per, o]. */
@@ -352,7 +369,7 @@ static int64_t NAME(part)(const NAME(shape) * s, const REAL *x, const REAL *delt
     const int64_t most = (all.size + (all.larger > 0)) * s->per * p.at_once, slack = NV * LANES, own = s->o * p.ld;
     const int64_t room = most * (p.image + p.r * s->o) + 2 * slack;
     const int64_t frame = (p.joined ? p.frame : 0) + (p.shared ? most * p.r * NV * LANES : 0) + slack; /* of each thread: to join taps, to copy a panel */
-    const int64_t rooms = p.shared ? 1 : threads, sums = 2 * own * rooms;
+    const int64_t rooms = p.shared ? 1 : threads, each = (p.shared ? 2 : 4) * own, sums = each * rooms;
     const int64_t needs = sums + rooms * room + threads * frame;
     if (!scratch) return needs;
     const int64_t taps = p.joined ? 1 : p.taps, blocks = NAME(blocks_of)(s->o), panels = (p.padded / LANES + NV - 1) / NV;
@@ -388,21 +405,31 @@ static int64_t NAME(part)(const NAME(shape) * s, const REAL *x, const REAL *delt
     else {
         const int64_t pieces = (all.larger + p.at_once - 1) / p.at_once; /* of larger groups; then those of the others */
         const int64_t others = (all.count - all.larger + p.at_once - 1) / p.at_once;
-#pragma omp parallel for num_threads(threads) schedule(dynamic)
-        for (int64_t piece = 0; piece < pieces + others; piece++) {
-            int64_t first = piece < pieces ? piece * p.at_once : all.larger + (piece - pieces) * p.at_once;
-            NAME(run) run = NAME(run_from)(first, all, p.at_once);
-            const int64_t units = run.end - first, n = run.n * s->per, count = units * n;
-            REAL *images = scratch + sums + THREAD * room, *deltas = images + count * p.image + slack;
-            REAL *total = scratch + THREAD * 2 * own;
-            for (int64_t k = 0; k < count; k++)
-                NAME(pack)(s, &p, run.start * s->per + k, x, delta, bias, wide, frames + THREAD * frame, images, deltas, k, count);
-            const NAME(lines) lines = NAME(lines_of)(s, &p);
-            for (int64_t work = 0; work < taps * panels; work++) {
-                const NAME(panel) panel = NAME(panel_of)(s, &p, work / panels, work % panels);
-                for (int64_t k = 0; k < blocks; k++)
-                    NAME(block)(s, &p, &panel, k, units, n, images + panel.place, &lines, deltas, total, total + own, (REAL)1 / (REAL)run.n);
+#pragma omp parallel num_threads(threads)
+        {
+            REAL *images = scratch + sums + THREAD * room, *all_sums = scratch + THREAD * 4 * own, *some = all_sums + 2 * own;
+            int64_t since = 0; /* groups that are in `some`, and not in `all_sums` yet */
+#pragma omp for schedule(dynamic) nowait
+            for (int64_t piece = 0; piece < pieces + others; piece++) {
+                int64_t first = piece < pieces ? piece * p.at_once : all.larger + (piece - pieces) * p.at_once;
+                NAME(run) run = NAME(run_from)(first, all, p.at_once);
+                const int64_t units = run.end - first, n = run.n * s->per, count = units * n;
+                REAL *deltas = images + count * p.image + slack;
+                for (int64_t k = 0; k < count; k++)
+                    NAME(pack)(s, &p, run.start * s->per + k, x, delta, bias, wide, frames + THREAD * frame, images, deltas, k, count);
+                const NAME(lines) lines = NAME(lines_of)(s, &p);
+                for (int64_t work = 0; work < taps * panels; work++) {
+                    const NAME(panel) panel = NAME(panel_of)(s, &p, work / panels, work % panels);
+                    for (int64_t k = 0; k < blocks; k++)
+                        NAME(block)(s, &p, &panel, k, units, n, images + panel.place, &lines, deltas, some, some + own, (REAL)1 / (REAL)run.n);
+                }
+                since += units;
+                if (since >= FEW) {
+                    NAME(fold)(all_sums, some, 2 * own);
+                    since = 0;
+                }
             }
+            NAME(fold)(all_sums, some, 2 * own);
         }
     }
     const int64_t step = p.joined ? p.width : p.padded, places = s->kh * s->kw; /* from [o, taps, places of a tap, c] to [o, c, kh, kw] */
@@ -411,7 +438,7 @@ static int64_t NAME(part)(const NAME(shape) * s, const REAL *x, const REAL *delt
         for (int both = 0; both < 2; both++) {
             REAL *sum = scratch + both * own + o * p.ld, *to = (both ? W : S) + o * s->c * places;
             for (int64_t t = 1; t < rooms; t++)
-                for (int64_t k = 0; k < p.ld; k++) sum[k] += sum[t * 2 * own + k];
+                for (int64_t k = 0; k < p.ld; k++) sum[k] += sum[t * each + k];
             for (int64_t tap = 0; tap < p.taps; tap++)
                 NAME(transpose)(sum + tap * step, s->c, to + tap * (places / p.taps), places, places / p.taps, s->c);
         }
@@ -459,19 +486,20 @@ void NAME(depthwise)(const REAL *x, const REAL *delta, REAL *S, REAL *W, REAL *b
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t o = 0; o < s->o; o++) {
         const REAL *plane = x + o / each * s->x_channel, *deltas = delta + o * s->d_channel;
-        for (int64_t t = 0; t < taps; t++) S[o * taps + t] = W[o * taps + t] = 0;
-        for (int64_t u = 0, first = 0; u < all.count; u++) {
-            const int64_t n = all.size + (u < all.larger), end = first + n * s->per;
-            for (int64_t t = 0; t < taps; t++) {
-                REAL c = 0;
-                for (int64_t k = first; k < end; k++) c += NAME(seen)(s, plane + k * s->x_image, deltas + k * s->d_image, t / s->kw, t % s->kw);
-                S[o * taps + t] += c;
-                W[o * taps + t] += c * c / (REAL)n;
+        for (int64_t t = 0; t < taps; t++) {
+            double total = 0, square = 0;
+            for (int64_t u = 0, k = 0; u < all.count; u++) {
+                const int64_t n = all.size + (u < all.larger), end = k + n * s->per;
+                double c = 0;
+                for (; k < end; k++) c += NAME(seen)(s, plane + k * s->x_image, deltas + k * s->d_image, t / s->kw, t % s->kw);
+                total += c;
+                square += c * c / (double)n;
             }
-            if (bias)
-                for (int64_t k = first; k < end; k++) sums[k * s->o + o] = NAME(sum)(deltas + k * s->d_image, s->oh * s->ow);
-            first = end;
+            S[o * taps + t] = (REAL)total;
+            W[o * taps + t] = (REAL)square;
         }
+        if (bias)
+            for (int64_t k = 0; k < s->images; k++) sums[k * s->o + o] = NAME(sum)(deltas + k * s->d_image, s->oh * s->ow);
     }
     if (bias) NAME(bias)(sums, bias, s->images / s->per, s->per, s->groups, s->o);
 }

@@ -68,10 +68,10 @@ def conv(
     if x.dim() == 3:
         x, delta = x.unsqueeze(2), delta.unsqueeze(2)
         kernel, stride, padding, dilation = (1, *kernel), (1, *stride), (0, *padding), (1, *dilation)
-    x, delta = _in_order(x, depthwise), _in_order(delta, depthwise)
+    (x, x_last), (delta, delta_last) = _in_order(x, depthwise), _in_order(delta, depthwise)
     how = kernel, stride, padding, dilation
     threads = _threads(delta.numel() * total[0].numel())
-    numbers, needs = _described(x.shape, x.stride(), delta.shape, delta.stride(), how, groups, per, parts, x.dtype, threads)
+    numbers, needs = _described(x.shape, x_last, delta.shape, delta_last, how, groups, per, parts, x.dtype, threads)
     memory = room("native", needs, x)
     library.call("depthwise" if depthwise else "conv", (x, delta, total, square, both, memory, numbers), (), (), threads)
     return Sums(total, square, both)
@@ -80,9 +80,9 @@ def conv(
 @functools.lru_cache(maxsize=4096)
 def _described(
     x: torch.Size,
-    x_strides: tuple[int, ...],
+    x_last: bool,
     delta: torch.Size,
-    strides: tuple[int, ...],
+    delta_last: bool,
     how: tuple[tuple[int, ...], ...],
     groups: int,
     per: int,
@@ -90,17 +90,23 @@ def _described(
     dtype: torch.dtype,
     threads: int,
 ) -> tuple[Tensor, int]:
-    """A `shape` of sums.h, and how much memory it takes."""
-    pixels = (delta[2] * delta[3], 1) if strides[3] == 1 else (strides[1], strides[3])
+    """A `shape` of sums.h, and how much memory it takes. Strides follow from shapes: those of a dimension of size 1 say nothing."""
     sizes = (x[0], per, groups, *x[1:], *delta[1:], *(n for pair in how for n in pair))
-    numbers = torch.tensor([*sizes, *x_strides, strides[0], *pixels, parts, 0])
+    image, channel, _, pixel = _strides(delta, delta_last)
+    numbers = torch.tensor([*sizes, *_strides(x, x_last), image, channel, pixel, parts, 0])
     library.call("conv", (torch.empty(0, dtype=dtype), *(None,) * 5, numbers), (), (), threads)
     return numbers, int(numbers[-1])
 
 
-def _in_order(t: Tensor, strictly: bool) -> Tensor:
-    """`[b, c, h, w]` with its pixels, or (if not `strictly`) its channels, side by side."""
-    return t if not strictly and t.is_contiguous(memory_format=torch.channels_last) else t.contiguous()
+def _strides(shape: torch.Size, last: bool) -> tuple[int, int, int, int]:
+    _, c, h, w = shape
+    return (c * h * w, 1, w * c, c) if last else (c * h * w, h * w, w, 1)
+
+
+def _in_order(t: Tensor, strictly: bool) -> tuple[Tensor, bool]:
+    """`[b, c, h, w]` with its pixels side by side, or (if not `strictly`) its channels; and are these last?"""
+    last = not strictly and not t.is_contiguous() and t.is_contiguous(memory_format=torch.channels_last)
+    return t if last else t.contiguous(), last
 
 
 def _threads(products: int) -> int:

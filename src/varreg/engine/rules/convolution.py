@@ -71,7 +71,21 @@ def _conv_weight(
         how: dict[str, Any] = {"per": images, "parts": groups, "bias": bias}
         return native.sums.conv(x, dy, tuple(kernel), stride, before, dilation, call.partition.groups, **how)
 
-    return Lazy(call.partition, shape, make, cost, sums)
+    def total() -> Tensor:
+        """As autograd has it: also where gradients are batched (`is_grads_batched`)."""
+        weight = x.new_zeros(()).expand(shape)
+        given = F.pad(x, pads) if any(pads) else x
+        seen: tuple[Any, ...] = (..., *(slice(reach) for reach in _reach(kernel, space, stride, dilation)))
+        whole = (dy, given[seen], weight, None, stride, (0,) * n, dilation, False, (0,) * n, groups, (False, True, False))
+        found: Tensor = torch.ops.aten.convolution_backward(*whole)[1]
+        return found
+
+    return Lazy(call.partition, shape, make, cost, sums, total)
+
+
+def _reach(kernel: Sequence[int], space: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> list[int]:
+    """How far the kernel gets in each dimension: what comes after is seen by nobody."""
+    return [(s - 1) * t + (k - 1) * d + 1 for k, s, t, d in zip(kernel, space, stride, dilation, strict=True)]
 
 
 def _same(kernel: Sequence[int], dilation: Sequence[int]) -> list[tuple[int, int]]:

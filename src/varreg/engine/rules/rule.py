@@ -117,7 +117,7 @@ def images(t: Tensor, at: Layout) -> Tensor:
 def channel_sums(call: Call, t: Tensor) -> Dense:
     """`[b·k, c, …]` → `[b, c]`."""
     found = native.reduce.pixels(t) if t.dim() > 2 else t
-    summed = t.flatten(2).sum(2) if found is None else found
+    summed = t.sum(tuple(range(2, t.dim()))) if found is None else found
     batch = call.partition.batch
     if len(t) == batch:
         return Dense(call.partition, summed)
