@@ -17,10 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_REALS: dict[torch.dtype, tuple[str, Any]] = {
-    torch.float32: ("float32", ctypes.c_float),
-    torch.float64: ("float64", ctypes.c_double),
-}
+_REALS = {torch.float32: "float32", torch.float64: "float64"}
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-trapping-math", "-fno-math-errno", "-std=gnu99", "-shared", "-fPIC")
 
 
@@ -36,24 +33,6 @@ def serves(*tensors: Tensor) -> bool:
     return dtype in _REALS and all(t.dtype == dtype and t.is_cpu for t in tensors) and load()[0] is not None
 
 
-def run(name: str, tensors: tuple[Tensor, ...], kinds: tuple[int, ...], numbers: tuple[float, ...], n: int) -> None:
-    """Call a function of the library for elements of the first tensor's type: n, the tensors, whole numbers, numbers, threads."""
-    dtype = tensors[0].dtype
-    pointers = (ctypes.c_void_p(t.data_ptr()) for t in tensors)
-    _call(name, dtype, ctypes.c_int64(n), *pointers, *kinds, *map(_REALS[dtype][1], numbers), elements=n)
-
-
-def run_tasks(name: str, dtype: torch.dtype, tasks: list[bytes], elements: int) -> None:
-    """Call a function of the library that works on many tensors at once, each of which is described by a task."""
-    _call(name, dtype, ctypes.c_int64(len(tasks)), b"".join(tasks), elements=elements)
-
-
-def _call(name: str, dtype: torch.dtype, *arguments: Any, elements: int) -> None:
-    library = load()[0]
-    assert library is not None
-    getattr(library, f"{name}_{_REALS[dtype][0]}")(*arguments, threads_for(elements))
-
-
 def threads_for(work: int) -> int:
     """Torch's own, where there is enough to do."""
     return torch.get_num_threads() if work >= 1 << 15 else 1
@@ -66,9 +45,14 @@ def call(name: str, tensors: tuple[Tensor | None, ...], sizes: tuple[int, ...], 
     function(*[None if t is None else t.data_ptr() for t in tensors], *sizes, *numbers, threads)
 
 
+def call_for_all(name: str, dtype: torch.dtype, tasks: list[bytes], threads: int) -> None:
+    """Call a function of the library that works on many tensors at once, each of which is described by a task."""
+    getattr(load()[0], f"{name}_{_REALS[dtype]}")(ctypes.c_int64(len(tasks)), b"".join(tasks), threads)
+
+
 @functools.cache
 def _function(name: str, dtype: torch.dtype, tensors: int, sizes: int, numbers: int) -> Any:
-    function = getattr(load()[0], f"{name}_{_REALS[dtype][0]}")
+    function = getattr(load()[0], f"{name}_{_REALS[dtype]}")
     function.argtypes = [ctypes.c_void_p] * tensors + [ctypes.c_int64] * sizes + [ctypes.c_double] * numbers + [ctypes.c_int]
     function.restype = None
     return function

@@ -73,12 +73,12 @@ static void NAME(lambda_block)(int64_t n, const REAL *variance, const REAL *delt
 
 #undef LOOP
 
-void NAME(lambda)(int64_t n, const REAL *variance, const REAL *delta, REAL *history, REAL *count, const REAL *present, REAL *lambda, int some, int kind,
-                  int form, int scale_free, REAL s, REAL half, REAL limit, REAL low, REAL high, int threads) {
+void NAME(lambda)(const REAL *variance, const REAL *delta, REAL *history, REAL *count, const REAL *present, REAL *lambda, int64_t n, int64_t some, int64_t kind,
+                  int64_t form, int64_t scale_free, double s, double half, double limit, double low, double high, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t i = 0; i < n; i += BLOCK)
-        NAME(lambda_block)(AT_MOST(BLOCK, n - i), variance + i, delta + i, history + i, count + i, present + i, lambda + i, some, kind, form, scale_free, s,
-                           half, limit, low, high);
+        NAME(lambda_block)(AT_MOST(BLOCK, n - i), variance + i, delta + i, history + i, count + i, present + i, lambda + i, (int)some, (int)kind, (int)form,
+                           (int)scale_free, (REAL)s, (REAL)half, (REAL)limit, (REAL)low, (REAL)high);
 }
 
 /* out = (m * square - total^2) * factor, and 0 where that is no more than rounding */
@@ -92,9 +92,9 @@ static inline void NAME(variance_block)(int64_t n, const REAL *restrict total, c
     }
 }
 
-void NAME(variance)(int64_t n, const REAL *total, const REAL *square, REAL *out, REAL m, REAL factor, REAL rounding, int threads) {
+void NAME(variance)(const REAL *total, const REAL *square, REAL *out, int64_t n, double m, double factor, double rounding, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t i = 0; i < n; i += BLOCK) NAME(variance_block)(AT_MOST(BLOCK, n - i), total + i, square + i, out + i, m, factor, rounding);
+    for (int64_t i = 0; i < n; i += BLOCK) NAME(variance_block)(AT_MOST(BLOCK, n - i), total + i, square + i, out + i, (REAL)m, (REAL)factor, (REAL)rounding);
 }
 
 /* S.S, g.S, g.g and the sum of W of a block, in double precision. Mostly g is S, and one product does for three. Twin: products(). */

@@ -39,7 +39,8 @@ def lambdas(
         return None
     lam = torch.empty_like(delta)
     given = (*tensors[:4], variance if present is None else present, lam)
-    library.run("lambda", given, (int(present is not None), *kinds(options)), numbers(options, limit), lam.numel())
+    sizes = lam.numel(), int(present is not None), *kinds(options)
+    library.call("lambda", given, sizes, numbers(options, limit), library.threads_for(lam.numel()))
     return lam
 
 
@@ -47,7 +48,7 @@ def variance(total: Tensor, square: Tensor, m: int, factor: float, rounding: flo
     """(m·W − S²)·factor into `out`, and 0 where that is no more than rounding; False where it takes PyTorch."""
     if not serves(total, square, out):
         return False
-    library.run("variance", (total, square, out), (), (m, factor, rounding), out.numel())
+    library.call("variance", (total, square, out), (out.numel(),), (m, factor, rounding), library.threads_for(out.numel()))
     return True
 
 
@@ -61,7 +62,7 @@ def compare(rows: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[list[float]]:
         room = sums.data_ptr()
         pack = _layout(0, 4, 0).pack
         tasks = [pack(n, S.data_ptr(), g.data_ptr(), W.data_ptr(), room) for n, (S, g, W) in zip(sizes, tensors, strict=True)]
-        library.run_tasks("compare", dtype, tasks, sum(sizes))
+        library.call_for_all("compare", dtype, tasks, library.threads_for(sum(sizes)))
         out += sums[: len(tasks)].tolist()
     return out
 
@@ -79,7 +80,7 @@ def update(updates: Iterable[Update]) -> None:
             elements += (n := tensors[0].numel())
             pack = _layout(len(kinds), len(tensors), len(numbers)).pack
             tasks.append(pack(n, *kinds, *[t.data_ptr() for t in tensors], *numbers))
-        library.run_tasks("update", dtype, tasks, elements)
+        library.call_for_all("update", dtype, tasks, library.threads_for(elements))
 
 
 def knows(options: Mapping[str, Any]) -> bool:

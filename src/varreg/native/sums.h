@@ -77,6 +77,10 @@ typedef REAL NAME(quad) __attribute__((vector_size(4 * sizeof(REAL)), aligned(si
 /* to[j*step + i] = from[i*stride + j] */
 static inline void NAME(transpose)(const REAL *restrict from, int64_t stride, REAL *restrict to, int64_t step, int64_t rows, int64_t columns) {
     int64_t i = 0;
+    if (rows == 1 && step == 1) {
+        memcpy(to, from, columns * sizeof(REAL));
+        return;
+    }
     for (; i + 4 <= rows; i += 4) {
         const REAL *f = from + i * stride;
         REAL *t = to + i;
@@ -284,16 +288,16 @@ static void NAME(frame)(const NAME(shape) * s, const NAME(plan) * p, const REAL 
     if (lines < p->frame_h || columns < p->frame_w) memset(to, 0, p->frame * sizeof(REAL));
     int whole = columns == p->frame_w && s->w == columns && s->x_row == s->w * s->x_column;
     int64_t pieces = whole ? 1 : lines, run = whole ? lines * columns : columns;
-    for (int64_t y = 0; y < pieces; y++) {
-        REAL *line = to + ((above + y) * p->frame_w + left) * s->c;
-        const REAL *from = x + y * s->x_row;
-        if (s->c == 1 && s->x_column == 1)
-            memcpy(line, from, run * sizeof(REAL));
-        else if (s->x_column == 1)
-            NAME(transpose)(from, s->x_channel, line, s->c, s->c, run);
-        else
-            for (int64_t k = 0; k < run; k++) memcpy(line + k * s->c, from + k * s->x_column, s->c * sizeof(REAL));
+    REAL *first = to + (above * p->frame_w + left) * s->c;
+    if (s->x_column != 1) { /* channels are side by side already */
+        for (int64_t y = 0; y < pieces; y++)
+            for (int64_t k = 0; k < run; k++)
+                memcpy(first + (y * p->frame_w + k) * s->c, x + y * s->x_row + k * s->x_column, s->c * sizeof(REAL));
+        return;
     }
+    for (int64_t c = 0; c < s->c; c += 4) /* four channels, whole, and then the next four: memory is read as it lies */
+        for (int64_t y = 0; y < pieces; y++)
+            NAME(transpose)(x + c * s->x_channel + y * s->x_row, s->x_channel, first + y * p->frame_w * s->c + c, s->c, s->c - c < 4 ? s->c - c : 4, run);
 }
 
 /* What each output pixel sees, side by side. A run is copied in fours; what is too much is overwritten by the next, or is nothing that counts. */
