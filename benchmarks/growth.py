@@ -264,10 +264,10 @@ def _ratios(axes: Axes, line: dict[str, Any]) -> None:
         heights += [*middle, *(high if arm in OURS else ())]
     axes.plot([values[0] * 0.8, values[-1]], [1, 1], color=COLORS[0], linewidth=1.2, zorder=2)
     _log(axes, values, line["grows"])
-    bottom, top = 0.85, max(2.2, 1.25 * max(heights))
+    bottom, top = min(0.85, 0.85 * min(heights)), max(2.2, 1.25 * max(heights))
     top *= (top / bottom) ** (0.09 * len(notes))  # room for them
     axes.set_ylim(bottom, top)
-    ticks = [t for t in (1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100, 200, 500) if t < top and (t not in (1.2, 1.5, 3) or top < 12)]
+    ticks = [t for t in (0.7, 1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100, 200, 500) if bottom < t < top and (t not in (1.2, 1.5, 3) or top < 12)]
     axes.yaxis.set_major_locator(FixedLocator(ticks))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
