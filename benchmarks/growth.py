@@ -267,7 +267,11 @@ def _ratios(axes: Axes, line: dict[str, Any]) -> None:
     bottom, top = min(0.85, 0.85 * min(heights)), max(2.2, 1.25 * max(heights))
     top *= (top / bottom) ** (0.09 * len(notes))  # room for them
     axes.set_ylim(bottom, top)
-    ticks = [t for t in (0.7, 1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100, 200, 500) if bottom < t < top and (t not in (1.2, 1.5, 3) or top < 12)]
+    ticks = [
+        t
+        for t in (0.7, 1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100, 200, 500)
+        if bottom < t < top and (t not in (1.2, 1.5, 3) or top < 12)
+    ]
     axes.yaxis.set_major_locator(FixedLocator(ticks))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
