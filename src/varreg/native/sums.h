@@ -118,13 +118,6 @@ static inline void NAME(copy)(const REAL *restrict from, int64_t stride, REAL *r
         for (int64_t k = 0; k < columns; k++) to[j * step + k] = from[j * stride + k];
 }
 
-static inline REAL NAME(sum)(const REAL *x, int64_t n) {
-    REAL total = 0;
-#pragma omp simd reduction(+ : total)
-    for (int64_t i = 0; i < n; i++) total += x[i];
-    return total;
-}
-
 /* The groups of a batch: `larger` of `size` + 1 samples, then the others. */
 typedef struct {
     int64_t count, size, larger;
@@ -333,7 +326,7 @@ static void NAME(pack)(const NAME(shape) * s, const NAME(plan) * p, int64_t imag
                 REAL total = 0;
                 const REAL *line = d + (from + m) * s->d_channel;
                 if (s->d_pixel == 1)
-                    total = NAME(sum)(line, p->r);
+                    total = (REAL)NAME(plain)(line, p->r);
                 else
                     for (int64_t j = 0; j < p->r; j++) total += line[j * s->d_pixel];
                 bias[image * wide + from + m] = total;
@@ -503,7 +496,7 @@ void NAME(depthwise)(const REAL *x, const REAL *delta, REAL *S, REAL *W, REAL *b
             W[o * taps + t] = (REAL)square;
         }
         if (bias)
-            for (int64_t k = 0; k < s->images; k++) sums[k * s->o + o] = NAME(sum)(deltas + k * s->d_image, s->oh * s->ow);
+            for (int64_t k = 0; k < s->images; k++) sums[k * s->o + o] = (REAL)NAME(plain)(deltas + k * s->d_image, s->oh * s->ow);
     }
     if (bias) NAME(bias)(sums, bias, s->images / s->per, s->per, s->groups, s->o);
 }
