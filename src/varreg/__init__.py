@@ -16,6 +16,7 @@ from varreg.optim import (
     VRNAdam,
     VRRMSprop,
 )
+from varreg.verify import Verification, verify
 
 __version__ = "0.1.0"
 __all__ = [
@@ -33,10 +34,12 @@ __all__ = [
     "VRNAdam",
     "VRRMSprop",
     "VarianceRegularized",
+    "Verification",
     "__version__",
     "moments",
     "observe",
     "register_rule",
+    "verify",
 ]
 
 

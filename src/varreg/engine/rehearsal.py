@@ -78,23 +78,28 @@ class Rehearsal:
         """The names of the random torch functions that were called; Python and NumPy have none."""
         return tuple(self.mode.drawn)
 
-    def reset(self) -> None:
-        """Put everything back, gradients at None: the next run starts where the first did."""
-        self._put_back()
+    def reset(self, numbers: bool = True) -> None:
+        """Put everything back but hooks, gradients at None: the next run starts as the first did.
+
+        Hooks are the caller's: a model that is observed inside of the rehearsal stays observed.
+        Without `numbers`, random state goes on: the next run draws other numbers.
+        """
+        self._put_back(hooks=False, numbers=numbers)
         for t, _ in self._grads:
             t.grad = None
 
     def end(self) -> None:
-        """Put everything back, gradients too."""
-        self._put_back()
+        """Put everything back, gradients and hooks too."""
+        self._put_back(hooks=True)
         for t, grad in self._grads:
             t.grad = grad
         self._ended = True
 
-    def _put_back(self) -> None:
+    def _put_back(self, hooks: bool, numbers: bool = True) -> None:
         self._was_random = self.is_random
-        self._state.restore()
-        self._numbers.restore()
+        self._state.restore(hooks)
+        if numbers:
+            self._numbers.restore()
 
 
 # ---- dropout -------------------------------------------------------------------------------------
@@ -271,6 +276,7 @@ class _State:
         self.generators: list[Any] = []
         self._containers: list[tuple[Any, Any]] = []
         self._seen: dict[int, Any] = {}
+        self._hooks: set[int] = set()
         self._visit(model)
         self._kept = [_Kept(t) for t in self.tensors]
 
@@ -288,6 +294,8 @@ class _State:
             elif is_module or isinstance(value, dict):
                 held = value.__dict__ if is_module else value
                 self._containers.append((held, dict(held)))
+                if is_module:
+                    self._hooks |= {id(v) for k, v in held.items() if "_hooks" in k}
                 stack += list(held.values())
             elif isinstance(value, (list, set, deque)):
                 self._containers.append((value, list(value)))
@@ -298,9 +306,10 @@ class _State:
                 continue
             self._seen[id(value)] = value  # kept alive, so that no other object has its id
 
-    def restore(self) -> None:
+    def restore(self, hooks: bool) -> None:
         for held, before in self._containers:
-            _refill(held, before)
+            if hooks or id(held) not in self._hooks:
+                _refill(held, before)
         for kept in self._kept:
             kept.restore()
 
