@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import dataclasses
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 
 def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -20,14 +22,62 @@ def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors in a structure of any kind, in order."""
+    """Return the tensors in a structure of any kind, in order: sequences, mappings, dataclasses."""
     if isinstance(tree, Tensor):
         return [tree]
     if type(tree) in (tuple, list):
         return [t for value in tree for t in tensors_of(value)]
-    if tree is None or (isinstance(tree, dict) and not tree):
+    if tree is None or isinstance(tree, (str, int, float)):
         return []
+    parts = _parts(tree)
+    if parts is not None:
+        return [t for value in parts.values() for t in tensors_of(value)]
     return [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
+
+
+def _parts(tree: Any) -> dict[Any, Any] | None:
+    """Return what a mapping, dataclass or plain object holds, by name; None for anything else."""
+    if isinstance(tree, Mapping):
+        return dict(tree)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return {f.name: getattr(tree, f.name, None) for f in dataclasses.fields(tree)}
+    if isinstance(tree, (list, tuple, set, frozenset)):
+        return dict(enumerate(tree))
+    if type(tree).__module__ == "builtins" or isinstance(tree, (nn.Module, type)):
+        return None
+    held = getattr(tree, "__dict__", None)
+    if isinstance(held, dict) and any(isinstance(v, Tensor) for v in held.values()):
+        return held
+    return None
+
+
+def replace_tensors(tree: Any, new: dict[int, Tensor]) -> Any:
+    """Return a structure with some tensors, named by their id, replaced; the original stays."""
+    if isinstance(tree, Tensor):
+        return new.get(id(tree), tree)
+    if type(tree) in (tuple, list):
+        return type(tree)([replace_tensors(v, new) for v in tree])
+    if type(tree) is dict:
+        return {k: replace_tensors(v, new) for k, v in tree.items()}
+    if not any(id(t) in new for t in tensors_of(tree)):
+        return tree
+    if isinstance(tree, tuple):  # a NamedTuple
+        return type(tree)(*(replace_tensors(v, new) for v in tree))
+    other = copy.copy(tree)
+    parts = _parts(tree)
+    if parts is None:
+        return tree_map(lambda t: replace_tensors(t, new) if isinstance(t, Tensor) else t, tree)
+    for name, value in parts.items():
+        if isinstance(other, (MutableMapping, list)):
+            other[name] = replace_tensors(value, new)
+        else:
+            object.__setattr__(other, name, replace_tensors(value, new))
+    return other
+
+
+def results(out: Any) -> Sequence[Any]:
+    """What a call returned, as a sequence."""
+    return out if isinstance(out, (list, tuple)) else (out,)
 
 
 def replaced(value: Any, new: dict[int, Any]) -> Any:

@@ -85,17 +85,42 @@ def batch_norm_message(where: str) -> str:
     )
 
 
-def refuse_gradient(shape: tuple[int, ...]) -> Callable[[Tensor], None]:
-    """A tensor hook for an output in which parameters never met the batch."""
+def refuse_gradient(message: str) -> Callable[[Tensor], None]:
+    """Return a tensor hook that raises when a gradient arrives. Zeros may pass: they are nobody's."""
 
     def refuse(grad: Tensor) -> None:
-        raise RuntimeError(
-            f"varreg: an output of the observed model, of shape {shape}, was made of parameters alone, or of inputs that varreg could "
-            "not find (tensors in nested lists and dicts are found), so its gradient cannot be told apart by samples. Let the model "
-            "combine it with the batch, or freeze those parameters."
-        )
+        if bool(grad.any()):
+            raise RuntimeError(message)
 
     return refuse
+
+
+def derived_output_message(shape: tuple[int, ...], names: str) -> str:
+    return (
+        f"varreg: an output of the observed model, of shape {shape}, was made of parameters alone ({names}), or of "
+        "inputs that varreg could not find (tensors in sequences, mappings and dataclasses are found), "
+        "so its gradient cannot be told apart by samples. Let the model combine it with the batch, or "
+        "freeze those parameters."
+    )
+
+
+def refuse_transforms(model: nn.Module) -> None:
+    """Refuse to run where something else than training runs the model: it would see our nodes."""
+    what = None
+    if torch.compiler.is_exporting():
+        what = "torch.export"
+    elif torch.jit.is_tracing():
+        what = "torch.jit.trace"
+    elif torch.autograd.forward_ad._current_level >= 0:
+        what = "forward-mode differentiation (torch.autograd.forward_ad, torch.func.jvp)"
+    elif torch._C._are_functorch_transforms_active():
+        what = "a torch.func transform (grad, vmap, jvp)"
+    if what is not None:
+        raise ValueError(
+            f"varreg: {what} runs {place('', model)}, which is observed: it would record the engine in place of "
+            "the model. Call remove() on the observer first, or use copy.deepcopy(model), which is not "
+            "observed."
+        )
 
 
 def rounding_of(grad: Tensor, ledger: Ledger) -> float:

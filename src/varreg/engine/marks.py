@@ -1,14 +1,21 @@
-"""What is known of a tensor in the forward pass under way: where it carries the batch, or that it is made of parameters alone."""
+"""Marks: what the forward that runs knows of a tensor, kept at the tensor itself.
+
+A mark says where the tensor carries the batch, or that it is made of parameters alone. It holds
+for one forward, told by its number; each thread has a forward of its own.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
+import threading
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from varreg.engine.arguments import tensors_of
-from varreg.engine.layout import Layout, Lost, Where, only_sample
+from varreg.engine.layout import Layout, Lost, Owners, Ragged, Single, Summed, Where, only_sample
 
 _MARK = "_varreg_where"
 
@@ -19,38 +26,83 @@ class Derived:
 
 DERIVED = Derived()
 _layout = functools.lru_cache(maxsize=256)(Layout)
-_epoch = 0  # of the forward pass under way: marks of an earlier one mean nothing
+_counter = itertools.count(1)
+
+
+class _Forward(threading.local):
+    """The forward that runs in this thread: marks of another one mean nothing."""
+
+    number = 0
+
+
+_forward = _Forward()
+
+# A mark is kept as plain numbers, strings and tensors, so that a marked tensor can still be saved
+# and loaded by anyone. The kind is told by the length.
+_DERIVED, _SINGLE, _LOST, _RAGGED, _LAYOUT, _UNSEEN = 0, 1, 2, 3, 4, 5
 
 
 def new_epoch() -> None:
-    global _epoch
-    _epoch += 1
+    """Begin a forward in this thread."""
+    _forward.number = next(_counter)
 
 
 def payload_of(t: Tensor) -> tuple[Any, ...] | None:
-    """A tensor's mark, if it has one of this forward pass, as plain numbers and strings."""
+    """Return a tensor's mark, if it has one of this forward, as it is kept."""
     kept = t.__dict__.get(_MARK)
-    return None if kept is None or kept[0] != _epoch else kept[1]
+    return None if kept is None or kept[0] != _forward.number else kept[1]
 
 
 def mark_of(t: Tensor) -> Where | Derived | None:
-    """What is known of a tensor in this forward pass."""
+    """Return what is known of a tensor in this forward."""
     payload = payload_of(t)
     if payload is None:
         return None
-    return _layout(*payload) if len(payload) == 4 else Lost(*payload) if payload else DERIVED
+    kind = len(payload)
+    if kind == _LAYOUT or kind == _UNSEEN:
+        return _layout(*payload[:_LAYOUT])
+    if kind == _LOST:
+        return Lost(*payload)
+    if kind == _RAGGED:
+        return Ragged(payload[0], payload[1], Owners(payload[2]))
+    if kind == _SINGLE:
+        batch, sample = payload[0]
+        return Summed(batch) if sample is None else Single(batch, sample)
+    return DERIVED
+
+
+def is_unseen(t: Tensor) -> bool:
+    """Was the tensor marked without gradients, and has one now? Something unseen gave it one."""
+    payload = payload_of(t)
+    return payload is not None and len(payload) == _UNSEEN and t.requires_grad
 
 
 def mark(t: Tensor, where: Where | Derived) -> None:
-    """Note it, as plain numbers and strings, so that a marked tensor can still be saved and loaded by anyone."""
-    if type(where) is Layout and where.batch == 1:
+    """Note what is known of a tensor."""
+    if isinstance(where, Layout) and where.batch == 1:
         where = only_sample(t)
-    t.__dict__[_MARK] = (_epoch, () if isinstance(where, Derived) else tuple(where))
+    t.__dict__[_MARK] = (_forward.number, _payload(t, where))
+
+
+def _payload(t: Tensor, where: Where | Derived) -> tuple[Any, ...]:
+    if isinstance(where, Layout):
+        if t.is_floating_point() and not t.requires_grad and not torch.is_grad_enabled():
+            return (*where, True)
+        return tuple(where)
+    if isinstance(where, Lost):
+        return tuple(where)
+    if isinstance(where, Ragged):
+        return (where.batch, where.dim, where.owners.of)
+    if isinstance(where, Single):
+        return (tuple(where),)
+    if isinstance(where, Summed):
+        return ((where.batch, None),)
+    return ()
 
 
 def put(t: Tensor, payload: tuple[Any, ...]) -> None:
-    """A mark as `payload_of` gave it for a tensor of the same shape."""
-    t.__dict__[_MARK] = (_epoch, payload)
+    """Give a tensor a mark as `payload_of` gave it for a tensor of the same shape."""
+    t.__dict__[_MARK] = (_forward.number, payload)
 
 
 def unmark(t: Tensor) -> None:
@@ -58,6 +110,6 @@ def unmark(t: Tensor) -> None:
 
 
 def forget(tree: Any) -> None:
-    """Remove the tracer's marks from a structure of tensors that is about to be the user's."""
+    """Remove marks from a structure of tensors that is about to be the user's."""
     for t in tensors_of(tree):
         unmark(t)

@@ -109,6 +109,7 @@ def use_rule(
                 raise ValueError(f"varreg: the rule for {kind} must return {n!r} of shape {shape}, got {got}.")
         return [(target, Dense(partition, found[n])) for n, target in targets.items()]
 
+    contributions.places = (Layout(batch),)  # type: ignore[attr-defined]
     tensors = [isinstance(a, Tensor) for a in args]
     used: Tensor = Use.apply(contributions, True, 1, len(wanted), output, *wanted.values(), *inputs)[0]
     mark(used, Layout(batch))

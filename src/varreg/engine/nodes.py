@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from varreg.engine.arguments import swap
+from varreg.engine.arguments import results, swap
 from varreg.engine.contribution import Contribution, Dense, Grouped, Partition, Scattered
-from varreg.engine.layout import Layout, narrow, samples
+from varreg.engine.layout import Place, Single, narrow, owners_of, per_sample, samples
 
 if TYPE_CHECKING:
     from varreg.engine.ledger import Ledger
@@ -167,71 +167,99 @@ class _Node(torch.autograd.Function):
 
 
 class Use(_Node):
-    """Passes a function's outputs on, and takes over the gradients of the parameters that were detached in it."""
+    """Passes a function's outputs on, and takes over the gradients of the parameters that were
+    detached in it."""
 
     @staticmethod
     def forward(
-        ctx: Any, contributions: Any, takes_over: bool, n_outputs: int, n_params: int, *tensors: Tensor
+        ctx: Any,
+        contributions: Any,
+        takes_over: bool,
+        n_outputs: int,
+        n_params: int,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         saved = tensors[n_outputs + n_params :]
-        ctx.use = contributions, takes_over, n_outputs, n_params, len(saved), _autocast_rounding(tensors[0])
+        rounding = _autocast_rounding(tensors[0])
+        ctx.use = contributions, takes_over, n_outputs, n_params, len(saved), rounding
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
-        outputs = [t.detach() for t in tensors[:n_outputs]]
-        if whole := [t for t in outputs if not t.is_floating_point()]:
-            ctx.mark_non_differentiable(*whole)
-        return tuple(outputs)
+        return _passed_on(ctx, tensors[:n_outputs])
 
     @staticmethod
     @_measuring
     def backward(ctx: Any, *grads: Any) -> Any:
         contributions, takes_over, n_outputs, n_params, n_saved, rounding = ctx.use
         found = contributions(list(grads), ctx.saved_tensors)
-        edges = ctx.next_functions[n_outputs : n_outputs + n_params]  # one per tensor input; other inputs have none
+        # one edge for each tensor among the inputs; other inputs have none
+        edges = ctx.next_functions[n_outputs : n_outputs + n_params]
         how = _rounding(grads, rounding), not takes_over
-        totals = [None if c is None else target.take(c, edge[0], *how) for (target, c), edge in zip(found, edges, strict=True)]
+        totals = [
+            None if c is None else target.take(c, edge[0], *how)
+            for (target, c), edge in zip(found, edges, strict=True)
+        ]
         if not takes_over:
             totals = [None] * n_params
         return (None, None, None, None, *grads, *totals, *(None,) * n_saved)
+
+
+def _passed_on(ctx: Any, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    outputs = [t.detach() for t in tensors]
+    if whole := [t for t in outputs if not (t.is_floating_point() or t.is_complex())]:
+        ctx.mark_non_differentiable(*whole)
+    return tuple(outputs)
 
 
 class Spread(_Node):
     """Expands a tensor along the batch; its gradient then arrives sample by sample."""
 
     @staticmethod
-    def forward(ctx: Any, t: Tensor, target: Target, shape: list[int], at: Layout, aligned: bool, partition: Partition) -> Tensor:
+    def forward(
+        ctx: Any,
+        t: Tensor,
+        target: Target,
+        shape: list[int],
+        at: Place,
+        aligned: bool,
+        partition: Partition,
+    ) -> Tensor:
         ctx.target, ctx.at, ctx.aligned, ctx.partition, ctx.shape = target, at, aligned, partition, t.shape
-        return t.detach() if aligned else t.reshape((1,) * (len(shape) - t.dim()) + tuple(t.shape)).expand(shape).detach()
+        if aligned:
+            return t.detach()
+        return t.reshape((1,) * (len(shape) - t.dim()) + tuple(t.shape)).expand(shape).detach()
 
     @staticmethod
     @_measuring
     def backward(ctx: Any, grad: Any) -> Any:
-        at: Layout = ctx.at
-        if ctx.aligned:  # row i of the tensor is used by sample i alone
-            whole = at.batch == 1
-            contribution: Contribution = Dense(ctx.partition, grad.unsqueeze(0)) if whole else _Rows(ctx.partition, grad, at)
-            return (ctx.target.take(contribution, ctx.next_functions[0][0]), None, None, None, None, None)
-        values = samples(grad, at)
-        if not at.plain:
-            values = values.sum((at.dim + 1, at.dim + 2))
-        contribution = Dense(ctx.partition, values.reshape(at.batch, *ctx.shape))
+        at: Place = ctx.at
+        contribution: Contribution
+        if isinstance(at, Single):
+            contribution = Dense(ctx.partition, samples(grad, at))
+        elif not ctx.aligned:
+            contribution = Dense(ctx.partition, per_sample(grad, at).reshape(at.batch, *ctx.shape))
+        elif at.batch == 1:
+            contribution = Dense(ctx.partition, grad.unsqueeze(0))
+        else:  # row i of the tensor is used by its owner alone
+            contribution = _Rows(ctx.partition, grad, owners_of(at), at.dim)
         return (ctx.target.take(contribution, ctx.next_functions[0][0]), None, None, None, None, None)
 
 
 class _Rows(Contribution):
-    """Contributions to a tensor of which sample i uses its own rows alone: elsewhere, its gradient is zero."""
+    """Contributions to a tensor of which each sample uses its own rows alone: elsewhere, its
+    gradient is zero."""
 
     chunk = 1  # one group at a time: each is as large as the whole tensor
 
-    def __init__(self, partition: Partition, grad: Tensor, at: Layout):
+    def __init__(self, partition: Partition, grad: Tensor, owners: Tensor, dim: int):
         super().__init__(partition, grad.shape)
-        self.grad, self.at = grad, at
+        self.grad, self.owners, self.dim = grad, owners, dim
 
     def groups(self, first: int, last: int, start: int, n: int) -> Tensor:
         out = self.grad.new_zeros(last - first, *self.shape)
         for u in range(last - first):
-            part = slice(start + u * n, start + (u + 1) * n)
-            samples(out[u], self.at)[part] = samples(self.grad, self.at)[part]
+            a, b = start + u * n, start + (u + 1) * n
+            mine = ((self.owners >= a) & (self.owners < b)).nonzero().flatten().to(out.device)
+            out[u].index_copy_(self.dim, mine, self.grad.index_select(self.dim, mine))
         return out
 
 
@@ -239,24 +267,33 @@ class Repetition:
     """A call that the backward pass repeats, one group of samples at a time."""
 
     def __init__(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], batched: list[tuple[Tensor, Layout]], tracked: list[Tensor],
-        targets: list[Target], where: str,
-    ):  # fmt: skip
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        batched: Sequence[tuple[Tensor, Place]],
+        tracked: list[Tensor],
+        targets: list[Target],
+        where: str,
+    ):
         self.func, self.targets, self.where = func, targets, where
-        self.layouts = [at for _, at in batched]
+        self.inputs = [at for _, at in batched]
         slots = {id(t): _Slot(i) for i, t in enumerate([*(t for t, _ in batched), *tracked])}
         self.args, self.kwargs = swap(args, kwargs, slots)
+        self.places: dict[int, Place] = {}  # of the outputs whose gradients are waited for
         self.partition = Partition(0, 0)
         device = tracked[0].device.type
-        self.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        enabled = torch.is_autocast_enabled(device)
+        self.autocast = device, torch.get_autocast_dtype(device), enabled
         self.rounding = _autocast_rounding(tracked[0])
-        self.grads: dict[int, tuple[Tensor, Layout]] = {}
+        self.grads: dict[int, Tensor] = {}
 
-    def watch(self, index: int, out: Tensor, at: Layout) -> None:
+    def watch(self, index: int, out: Tensor) -> None:
+        """Note the gradient of an output that was written in place, and stays the same tensor."""
         grads = self.grads
 
         def note(grad: Tensor) -> None:
-            grads[index] = (grad, at)
+            grads[index] = grad
 
         if out.requires_grad:
             out.register_hook(note)
@@ -264,27 +301,35 @@ class Repetition:
     @property
     def precision(self) -> float:
         """The rounding error of the coarsest gradient that arrived."""
-        return _rounding([g for g, _ in self.grads.values()], self.rounding)
+        return _rounding(list(self.grads.values()), self.rounding)
 
     def contributions(self, saved: Sequence[Tensor]) -> list[Tensor]:
-        """`[groups, *shape]` for every tracked tensor."""
-        inputs, tracked = saved[: len(self.layouts)], [t.detach().requires_grad_() for t in saved[len(self.layouts) :]]
+        """Return `[groups, *shape]` for every tracked tensor."""
+        inputs = saved[: len(self.inputs)]
+        tracked = [t.detach().requires_grad_() for t in saved[len(self.inputs) :]]
         rows: list[list[Tensor]] = [[] for _ in tracked]
         for first, last, start, n in self.partition.runs():
             for u in range(last - first):
                 a, b = start + u * n, start + (u + 1) * n
-                part = [narrow(t.detach(), at, a, b) for t, at in zip(inputs, self.layouts, strict=True)]
+                part = [narrow(t.detach(), at, a, b) for t, at in zip(inputs, self.inputs, strict=True)]
                 for i, c in enumerate(self._one([*part, *tracked], tracked, a, b)):
                     rows[i].append(c)
         return [torch.stack(r) for r in rows]
 
-    def _one(self, tensors: list[Tensor], tracked: list[Tensor], a: int, b: int) -> list[Tensor]:
+    def _one(
+        self, tensors: Sequence[Tensor | None], tracked: list[Tensor], a: int, b: int
+    ) -> Sequence[Tensor]:
+        if any(t is None for t in tensors):  # these samples have no rows here
+            return [torch.zeros_like(t) for t in tracked]
         device, dtype, enabled = self.autocast
         with torch.enable_grad(), torch.autocast(device, dtype, enabled=enabled):
-            out = self.func(*(_filled(x, tensors) for x in self.args), **{k: _filled(v, tensors) for k, v in self.kwargs.items()})
-            outs = [t for t in ([out] if isinstance(out, Tensor) else out) if isinstance(t, Tensor)]
-            pairs = [(outs[i], narrow(g, at, a, b)) for i, (g, at) in self.grads.items()]
-            grads = torch.autograd.grad([o for o, _ in pairs], tracked, [g for _, g in pairs], allow_unused=True)
+            kwargs = {k: _filled(v, tensors) for k, v in self.kwargs.items()}
+            outs = results(self.func(*(_filled(x, tensors) for x in self.args), **kwargs))
+            pairs = [(outs[i], narrow(g, self.places[i], a, b)) for i, g in self.grads.items()]
+            wanted = [(o, g) for o, g in pairs if g is not None]
+            grads = torch.autograd.grad(
+                [o for o, _ in wanted], tracked, [g for _, g in wanted], allow_unused=True
+            )
         return [torch.zeros_like(t) if g is None else g for t, g in zip(tracked, grads, strict=True)]
 
 
@@ -292,29 +337,37 @@ class _Slot(int):
     """A tensor's place in the arguments of a repeated call."""
 
 
-def _filled(value: Any, tensors: list[Tensor]) -> Any:
+def _filled(value: Any, tensors: Sequence[Tensor | None]) -> Any:
     if isinstance(value, _Slot):
         return tensors[value]
-    return type(value)([_filled(v, tensors) for v in value]) if type(value) in (list, tuple) else value
+    if type(value) in (list, tuple):
+        return type(value)([_filled(v, tensors) for v in value])
+    return value
 
 
 class Repeat(_Node):
-    """Stands between a parameter and a function that has no rule; repeats the function group by group when its gradient is known."""
+    """Stands between a parameter and a function that has no rule; repeats the function group by
+    group when its gradient is known."""
 
     @staticmethod
     def forward(ctx: Any, call: Repetition, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
-        return tuple(t.detach() for t in tensors[len(call.layouts) :])
+        return tuple(t.detach() for t in tensors[len(call.inputs) :])
 
     @staticmethod
     @_measuring
     def backward(ctx: Any, *grads: Any) -> Any:
         call: Repetition = ctx.call
-        skip = len(call.layouts)
-        totals: list[Tensor | None] = list(grads)
+        skip = len(call.inputs)
         edges = ctx.next_functions[skip:]
+        if any(g is not None for g in grads) and not call.grads:
+            raise RuntimeError(
+                f"varreg: {call.where} has no rule, and the gradient of its result never arrived: something "
+                "that the engine cannot see took its place. Write the result as a new tensor, and "
+                "change nothing in place."
+            )
         if call.grads and call.partition.batch:
             try:
                 found = call.contributions(ctx.saved_tensors)
@@ -325,9 +378,39 @@ class Repeat(_Node):
             for i, (target, grad, c) in enumerate(zip(call.targets, grads, found, strict=True)):
                 if grad is not None:
                     _check_sum(c, grad, call.precision, call.where)
-                    target.take(Grouped(call.partition, c), edges[i][0], call.precision, own=True)
+                    contribution = Grouped(call.partition, c)
+                    target.take(contribution, edges[i][0], call.precision, own=True)
         call.grads.clear()
-        return (None, *(None,) * skip, *totals)
+        return (None, *(None,) * skip, *grads)
+
+
+class Arrive(_Node):
+    """Passes on the outputs of a function that has no rule, and notes their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Repetition, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return _passed_on(ctx, outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.call.grads.update({i: g for i, g in enumerate(grads) if g is not None})
+        return (None, *grads)
+
+
+def places_of(node: Any) -> Sequence[Place | None] | None:
+    """Return where each output of one of our nodes carries the batch; None for other nodes."""
+    name = node.name()
+    if name == "UseBackward":
+        found: Sequence[Place | None] = node.use[0].places
+        return found
+    if name == "SpreadBackward":
+        return [node.at]
+    if name == "ArriveBackward":
+        places = node.call.places
+        return [places.get(i) for i in range(max(places, default=-1) + 1)]
+    return None
 
 
 def _check_sum(c: Tensor, grad: Tensor, eps: float, where: str) -> None:

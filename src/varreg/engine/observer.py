@@ -13,15 +13,27 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode
 from torch.utils.hooks import RemovableHandle
 
 from varreg.engine.arguments import tensors_of
-from varreg.engine.checks import BATCH_NORM, batch_norm_message, check_model, check_options, check_whole, place, refuse_gradient
+from varreg.engine.checks import (
+    BATCH_NORM,
+    batch_norm_message,
+    check_model,
+    check_options,
+    check_whole,
+    derived_output_message,
+    place,
+    refuse_gradient,
+    refuse_transforms,
+)
 from varreg.engine.contribution import Partition
 from varreg.engine.eager import eager
-from varreg.engine.layout import Layout
+from varreg.engine.layout import Layout, Place, Ragged, Summed, Where
 from varreg.engine.ledger import LEDGERS, Ledger, moments
 from varreg.engine.marks import DERIVED, forget, mark, mark_of, new_epoch
 from varreg.engine.modules import MODULE_RULES, detach_own, restore_own, use_rule
 from varreg.engine.summary import Summary, summarize
 from varreg.engine.tracer import Tracer, is_tracing
+from varreg.engine.trial import Verdict
+from varreg.engine.whole_forward import try_forward
 
 _EXPECTED = {  # the function through which each layer's parameters meet the batch, for the coverage table before the first step
     nn.Linear: "linear", nn.Bilinear: "bilinear", nn.Conv1d: "conv", nn.Conv2d: "conv", nn.Conv3d: "conv",
@@ -324,14 +336,15 @@ class Observer:
             if not run.modules:
                 run.frame = None
                 if run.inputs is not None:
-                    self._end(output)
+                    self._end(module, args, kwargs, output)
         return result
 
     def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        again = torch._C._current_graph_task_id() != -1  # inside a backward pass: a checkpoint runs this module again
+        refuse_transforms(self.model)
+        again = torch._C._current_graph_task_id() != -1  # a checkpoint runs this module again
         if again:
             self._queue()
-        elif self._queued or self._window:  # an earlier backward pass failed and never closed its window
+        elif self._queued or self._window:  # an earlier backward failed and never closed its window
             self.abort()
         if not again:
             for p, ledger in self._known.values():
@@ -343,9 +356,12 @@ class Observer:
         recalled = self._recalled.get(module) if again else None
         marks: list[Any] = recalled.pop() if recalled else []
         if again and marks and len(marks) == len(inputs):
-            batch = next((where.batch for where in marks if isinstance(where, Layout)), 0)
+            batch = next((where.batch for where in marks if isinstance(where, Place)), 0)
         else:
-            batch = next((t.shape[self.batch_dim] for t in inputs if t.dim() > self.batch_dim), 0)
+            dim = self.batch_dim
+            sizes = [t.shape[dim] for t in inputs if t.dim() > dim and not self.ledger(t)]
+            batch = sizes[0] if sizes else 0
+            self._run.is_certain = sizes.count(batch) == len(sizes)
             marks = [None if self.ledger(t) else self.contract(t, batch) for t in inputs]
         for t, where in zip(inputs, marks, strict=True):
             if where is not None:
@@ -355,14 +371,76 @@ class Observer:
             self._expected = self.partition(batch)
         self.tracer.begin(batch)
 
-    def _end(self, output: Any) -> None:
+    def _end(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         inputs, self._run.inputs = self._run.inputs, None
         self.tracer.end()
-        for t in tensors_of(output):
-            if mark_of(t) is DERIVED and t.requires_grad and not t.is_leaf:
-                t.register_hook(refuse_gradient(tuple(t.shape)))
-        if not is_tracing():  # another observed model, around this one, may still need the marks
+        outputs = tensors_of(output)
+        if not is_tracing():  # another observed model, around this one, may take it from here
+            for t in outputs:
+                self._check_output(t)
+            if output is not None:
+                self._try_escapes(module, args, kwargs, inputs or [], outputs)
             forget((inputs, output))
+
+    def _check_output(self, t: Tensor) -> None:
+        """What the loss gets must tell samples apart; where it does not, no gradient may arrive."""
+        if not t.requires_grad or t.is_leaf or self.batch_norm == "contribution":
+            if mark_of(t) is not DERIVED:
+                return
+        where, why = mark_of(t), None
+        if where is DERIVED and t.requires_grad and not t.is_leaf:
+            why = derived_output_message(tuple(t.shape), self.tracer.names([t]))
+        elif isinstance(where, Summed) and t.numel() > 1:
+            why = (
+                f"varreg: in {self.path()}, an output of shape {tuple(t.shape)} is a sum over the batch: what a loss makes "
+                "of it may mix samples. Return it with the batch, or finish the loss inside of forward()."
+            )
+        elif isinstance(where, Ragged) and not where.is_in_order:
+            why = (
+                f"varreg: in {self.path()}, an output of shape {tuple(t.shape)} has its samples in another order than "
+                "the inputs: a loss would pair them with others' targets. Put them back in order."
+            )
+        elif isinstance(where, Layout) and where.dim != self.batch_dim and not self._run.is_certain:
+            why = (
+                f"varreg: inputs of {self.path()} differ in the size of dimension {self.batch_dim}. The first one's, {where.batch}, "
+                f"was taken for the batch, but an output of shape {tuple(t.shape)} has it in dimension {where.dim}. "
+                "Pass the input that carries the batch first."
+            )
+        if why is not None:
+            t.register_hook(refuse_gradient(why))
+
+    def _try_escapes(
+        self, module: nn.Module, args: Any, kwargs: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]
+    ) -> None:
+        """Where values of the batch left torch: run the forward again with other samples, once."""
+        tracer = self.tracer
+        left = [key for key in tracer.escapes if key not in tracer.settled]
+        if not left or torch._C._current_graph_task_id() != -1:
+            return
+        given = [(t, at) for t in inputs if isinstance(at := mark_of(t), Place)]
+        wanted: list[tuple[int, Where]] = [
+            (i, where)
+            for i, t in enumerate(outputs)
+            if t.requires_grad and isinstance(where := mark_of(t), Place | Summed)
+        ]
+        said, why = Verdict.UNDECIDED, "no input or output of it carries the batch"
+        if given and wanted:
+            with torch.random.fork_rng([]):
+                said, why = try_forward(self.model, module, args, kwargs, given, wanted)
+        if said is Verdict.APART:
+            tracer.settled.update(left)
+            return
+        function, path = left[0]
+        found = (
+            "with other samples beside it, a sample's output changes: a sample has no gradient of its own"
+            if said is Verdict.MIXED
+            else f"whether it comes back and makes samples depend on each other could not be tried ({why})"
+        )
+        raise ValueError(
+            f"varreg: in {path}, {function} takes values of the batch out of sight, and {found}. Compute it "
+            "for each sample, or before forward() and pass it as an input; or observe(..., "
+            "batch_norm='contribution') to measure each sample's contribution to the gradient instead."
+        )
 
     def _reset(self) -> None:
         """Forget a forward that never ended."""
@@ -380,6 +458,7 @@ class _Run(threading.local):
         self.modules: list[nn.Module] = []  # whose forward is running, outermost first
         self.frame: Any = None  # the outermost one's call
         self.inputs: list[Tensor] | None = None  # of the forward that is traced; None while none is
+        self.is_certain = True  # do all inputs agree about the size of the batch?
         self.detached: tuple[nn.Module, dict[str, nn.Parameter]] | None = None  # a module that a registered rule serves, running
 
 

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from varreg.engine.arguments import tensors_of
 from varreg.engine.checks import place
-from varreg.engine.layout import name_of
+from varreg.engine.propagation import name_of
 
 _NUMBERS = frozenset(("item", "tolist", "__float__", "__int__", "__bool__", "__index__"))
 """Functions that give values of a tensor to Python."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from varreg.engine.arguments import results
 from varreg.engine.layout import Layout
 from varreg.engine.marks import payload_of, put
 from varreg.engine.rules import Call, Rule
@@ -50,7 +51,9 @@ def _describe(values: Iterable[Any], is_parameter: Callable[[Tensor], Any], form
             where: Any = payload_of(value)
             if where is not None:
                 if len(where) != _LAYOUT:
-                    return False
+                    if len(where) != _LAYOUT + 1 or value.requires_grad:
+                        return False
+                    where = where[:_LAYOUT]  # marked without gradients, and it has none
             elif value.requires_grad:
                 if not is_parameter(value):
                     return False
@@ -81,6 +84,8 @@ class Serving(NamedTuple):
     """What is kept for the backward pass."""
     wanted: dict[str, int]
     """Those that contributions are for."""
+    places: tuple[Any, ...]
+    """Where each of the results carries the batch."""
 
     def parameters(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensors[i] for i in self.wanted.values()]
@@ -112,7 +117,3 @@ def _fits(out: Any, place: Place | None) -> bool:
         out.shape == place[0] if isinstance(out, Tensor) and place is not None else not isinstance(out, Tensor) and place is None
     )
 
-
-def results(out: Any) -> Sequence[Any]:
-    """What a call returned, as a sequence."""
-    return out if isinstance(out, (list, tuple)) else (out,)

@@ -18,7 +18,7 @@ Contributions to a tensor made of parameters are pulled back, group by group, th
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,44 +27,71 @@ from torch import Tensor
 from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from varreg.engine.arguments import flatten, refill, swap, tensors_in, without_tensors
+from varreg.engine.arguments import flatten, refill, results, swap, tensors_in, without_tensors
+from varreg.engine.checks import refuse_gradient
 from varreg.engine.contribution import Contribution
 from varreg.engine.eager import eager
 from varreg.engine.layout import (
-    ELEMENTWISE,
     Layout,
     Lost,
-    Operation,
+    Place,
+    Ragged,
+    Single,
+    Summed,
     Where,
+    numbers,
+    place_of,
+)
+from varreg.engine.marks import DERIVED, Derived, is_unseen, mark, mark_of, payload_of
+from varreg.engine.nodes import Arrive, Repeat, Repetition, Spread, Target, Use
+from varreg.engine.plans import Form, Plan, Serving, form_of
+from varreg.engine.plans import Place as PlanPlace
+from varreg.engine.propagation import (
+    ELEMENTWISE,
+    MOVERS,
+    SHAPE_ONLY,
+    WRITERS,
+    Gone,
+    Guess,
+    Operation,
     goes_by_values,
-    is_guess,
-    is_independent,
+    index_of,
+    is_in_place,
+    moved_data,
     name_of,
     propagate,
+    written,
 )
-from varreg.engine.marks import DERIVED, Derived, mark, mark_of, payload_of
-from varreg.engine.nodes import Repeat, Repetition, Spread, Target, Use
-from varreg.engine.plans import Form, Place, Plan, Serving, form_of, results
 from varreg.engine.rules import RULES, STACKED, Call, Rule
+from varreg.engine.trial import Verdict, try_affine, try_operation, try_sum
+from varreg.engine.unseen import candidates_for, graph_of, place_unseen
 
 if TYPE_CHECKING:
     from varreg.engine.ledger import Ledger
     from varreg.engine.observer import Observer
 
 _JOIN = frozenset((torch.cat, torch.concat, torch.concatenate, torch.stack))
-# functions whose result depends on other tensors by their shape or type alone, and those whose result is a constant
-_LIKE = ("view_as", "reshape_as", "expand_as", "type_as", "to")
-_FIRST = frozenset(getattr(Tensor, name) for name in _LIKE)
 _NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
+_LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")
+# functions whose result depends on their arguments by shape and type alone
 _CONSTANT = frozenset(
-    [*(getattr(Tensor, name) for name in _NEW), torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like]
+    [*(getattr(Tensor, name) for name in _NEW), *(getattr(torch, name) for name in _LIKE)]
 )
 _CELLS = (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
-_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm)
+_PRODUCTS = frozenset(
+    (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm)
+)
+# functions through which values of the batch leave torch, and may come back as constants
+_ESCAPES = frozenset(
+    getattr(Tensor, name)
+    for name in (
+        *("item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__"),
+        *("__complex__", "__contains__", "__dlpack__", "is_nonzero", "data_ptr", "equal", "allclose"),
+    )
+    if hasattr(Tensor, name)
+) | {torch.equal, torch.allclose, torch.is_nonzero}
 
 _MOST_PLANS = 1 << 12  # forms of calls that are remembered: some models see new shapes all the time
-
-_OUR_NODES = ("UseBackward", "SpreadBackward", "RepeatBackward")
 
 
 def without_override_check(function: types.FunctionType) -> Callable[..., Any]:
@@ -77,22 +104,47 @@ def without_override_check(function: types.FunctionType) -> Callable[..., Any]:
     return copy
 
 
+class Seen(NamedTuple):
+    """The tensors of a call, by what they are."""
+
+    batched: list[tuple[Tensor, Place]]
+    """Those that carry the batch."""
+    tracked: list[Tensor]
+    """Those made of parameters alone."""
+    lost: list[tuple[Tensor, Lost]]
+    """Those that depend on the batch, and have lost it."""
+    summed: list[Tensor]
+    """Sums over samples."""
+
+    @property
+    def knows_samples(self) -> bool:
+        return bool(self.batched or self.lost or self.summed)
+
+
 class Tracer(TorchFunctionMode):
-    """Follows the batch through one forward pass, and puts a node into the graph wherever a parameter meets it."""
+    """Follows the batch through one forward pass, and puts a node into the graph wherever a
+    parameter meets it."""
 
     def __init__(self, observer: Observer):
         super().__init__()
         self.observer = observer
         self.batch = 0  # of the forward pass under way
         self._python: dict[Any, Callable[..., Any] | None] = {}
-        self._tried: set[Any] = set()  # calls that are known to keep samples apart
+        self._tried: dict[Any, Any] = {}  # what trials said, by the kind of call
         self._plans: dict[Form, Plan] = {}  # what was found out about calls, by their form
         self._split: Any = None  # groups, rank and world that they were made for
-        self.lookups: dict[int, tuple[Tensor, Any, Tensor]] = {}  # made without a batch in this forward: result, its node, rows
+        # made without a batch in this forward: result, its node, rows
+        self.lookups: dict[int, tuple[Tensor, Any, Tensor]] = {}
+        self.escapes: dict[tuple[str, str], None] = {}  # where values of the batch left, in this forward
+        self.settled: set[tuple[str, str]] = set()  # where a trial said that it does not matter
+
+    @property
+    def _lets_samples_meet(self) -> bool:
+        return self.observer.batch_norm == "contribution"
 
     def begin(self, batch: int) -> None:
         """A forward begins, with so many samples."""
-        self.batch, self.lookups = batch, {}
+        self.batch, self.lookups, self.escapes = batch, {}, {}
         split = self.observer.groups, self.observer.rank, self.observer.world
         if split != self._split:  # how batches are split is a part of plans
             self._plans.clear()
@@ -104,7 +156,9 @@ class Tracer(TorchFunctionMode):
         self.__exit__(None, None, None)
 
     @eager
-    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         form = None
         if torch.is_grad_enabled():
@@ -118,171 +172,316 @@ class Tracer(TorchFunctionMode):
         return self._look(func, args, kwargs, form)
 
     def _passed(self, plan: Plan, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """A call without parameters, like an earlier one; should its results be of other shapes, they are looked at."""
+        """Run a call without parameters that is like an earlier one; should its results be of other
+        shapes, they are looked at."""
         out = func(*args, **kwargs)
         if plan.fits(out):
             plan.mark(results(out))
         else:
-            batched = self._sorted(func, args, kwargs)[0]
-            self._mark(out, lambda t, i: self.where(func, args, kwargs, batched, t, i))
+            seen = self._sorted(func, args, kwargs)
+            self._mark(out, lambda t, i: self.where(func, args, kwargs, seen.batched, t, i))
         return out
 
-    def _look(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], form: Form | None = None) -> Any:
-        """A call of which nothing is known yet. With a form, what is found is kept for the next one, if it holds for all like it."""
+    def _look(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], form: Form | None = None
+    ) -> Any:
+        """Run a call of which nothing is known yet. With a form, what is found is kept for the
+        next one, if it holds for all like it."""
         if func in _CONSTANT:
             return func(*args, **kwargs)
-        batched, tracked, lost, unknown = self._sorted(func, args, kwargs)
-        if not (batched or lost or tracked):
+        seen = self._sorted(func, args, kwargs)
+        if not (seen.tracked or seen.knows_samples):
             return func(*args, **kwargs)
-        if func is F.batch_norm:
+        if func in _ESCAPES:
+            if seen.knows_samples:
+                self._escape(func)
+            return func(*args, **kwargs)
+        if func is F.batch_norm and (seen.batched or seen.lost):
             self.observer.check_batch_norm(args, kwargs)
-        if tracked and (batched or lost):
-            return self._meet(func, args, kwargs, batched, tracked, lost, form)
-        if batched and func is Tensor.__setitem__:
-            return self._write(args, batched, lost)
-        if unknown and lost and any(x.requires_grad for x, _ in batched):
-            self._check_mixed(
-                func, lost._replace(why=f"{name_of(func)} combines samples with the result of {lost.why}", mixed=True)
-            )
+        if seen.tracked and seen.knows_samples:
+            return self._meet(func, args, kwargs, seen, form)
+        if func in WRITERS and seen.knows_samples:
+            return self._write(func, args, kwargs, seen)
         out = func(*args, **kwargs)
-        if lost:
-            self._mark(out, lambda t, i: lost)
-        elif batched:
-            self._mark(out, lambda t, i: self.where(func, args, kwargs, batched, t, i))
-            self._plan(form, func, args, kwargs, batched, results(out))
+        if seen.lost or seen.summed:
+            where = self._without_place(Operation(func, args, kwargs, 0), seen)
+            self._mark(out, lambda t, i: where or self.where(func, args, kwargs, seen.batched, t, i))
+        elif seen.batched:
+            self._mark(out, lambda t, i: self.where(func, args, kwargs, seen.batched, t, i))
+            self._plan(form, func, args, kwargs, seen.batched, results(out))
         elif torch.is_grad_enabled():
             self._mark(out, lambda t, i: DERIVED if t.requires_grad else None)
             if func is F.embedding:
                 self._note_lookup(out, *args, **kwargs)
         return out
 
-    def _sorted(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> tuple[list[tuple[Tensor, Layout]], list[Tensor], Lost | None, bool]:
-        """The tensors of a call that carry the batch, those made of parameters; has one lost the batch, and does such a one need a gradient?"""
-        batched: list[tuple[Tensor, Layout]] = []
-        tracked: list[Tensor] = []
-        lost: Lost | None = None
-        unknown = False
-        for t in args[:1] if func in _FIRST else tensors_in(args, kwargs):
+    # ---- what tensors are --------------------------------------------------------------------------
+
+    def _sorted(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Seen:
+        seen = Seen([], [], [], [])
+        tensors = args[:1] if func in SHAPE_ONLY and args else tensors_in(args, kwargs)
+        for t in tensors:
             where = mark_of(t)
-            if isinstance(where, Layout):
-                batched.append((t, where))
+            if where is None and t.requires_grad:
+                if self.observer.ledger(t):
+                    where = DERIVED
+                elif t.grad_fn is not None:
+                    where = self._place(t, candidates_for(t, self.batch))
+            elif isinstance(where, Layout) and is_unseen(t) and not _is_checkpoint(t):
+                where = self._place(t, [where])
+            if isinstance(where, Place):
+                if not any(t is x for x, _ in seen.batched):
+                    seen.batched.append((t, where))
             elif isinstance(where, Lost):
-                lost = where
-                unknown = unknown or t.requires_grad
-            elif not t.requires_grad:
-                pass  # a constant
-            elif where is DERIVED or self.observer.ledger(t):
-                tracked.append(t)
-            elif t.grad_fn is not None:  # made where the tracer did not see it: the contract says that the batch comes first
-                at = self.observer.contract(t, self.batch)
-                if at is None and self._is_made_of_parameters(t):
-                    tracked.append(t)
-                elif at is None:
-                    lost = Lost(f"a tensor of shape {tuple(t.shape)} was made by an operation that is not a torch function")
-                else:
-                    batched.append((t, at))
-        return batched, tracked, lost, unknown
+                seen.lost.append((t, where))
+            elif isinstance(where, Summed):
+                seen.summed.append(t)
+            elif where is DERIVED and t.requires_grad:
+                seen.tracked.append(t)
+        return seen
 
-    def _plan(
-        self, form: Form | None, func: Any, args: Sequence[Any], kwargs: dict[str, Any], batched: list[tuple[Tensor, Layout]],
-        outs: Sequence[Any], serving: Serving | None = None,
-    ) -> None:  # fmt: skip
-        """Keep where the results carry the batch, if it is certain, and for every call of this form."""
-        if form is None:
-            return
-        places: list[Place | None] = []
-        for i, t in enumerate(outs):
-            if not isinstance(t, Tensor):
-                places.append(None)
-                continue
-            op, there, payload = Operation(func, args, kwargs, i), mark_of(t), payload_of(t)
-            if (
-                not isinstance(there, Layout)
-                or payload is None
-                or goes_by_values(op, batched)
-                or not self._is_certain(op, batched, there)
-            ):
-                return
-            places.append((t.shape, payload))
-        if len(self._plans) >= _MOST_PLANS:
-            self._plans.clear()
-        self._plans[form] = Plan(tuple(places), serving)
+    def _place(self, t: Tensor, candidates: list[Place]) -> Where | Derived:
+        """Place a tensor that was made out of sight, and mark it."""
+        assert t.grad_fn is not None
+        key = (t.grad_fn.name(), t.shape, t.dtype, tuple(candidates), self.observer.path())
+        place = self._tried.get(key)
+        if place is None or not torch.is_grad_enabled():
+            with torch.random.fork_rng([]):
+                place = place_unseen(t, self.batch, candidates, self._name)
+            if isinstance(place, Layout):
+                self._tried[key] = place
+        mark(t, place)
+        if isinstance(place, Lost):
+            self._refuse_later(t, place)
+        return place
 
-    def _note_lookup(self, out: Tensor, ids: Tensor, table: Tensor, padding_idx: int | None = None, *_: Any, **__: Any) -> None:
-        """Rows of a parameter, looked up once for all samples: what they receive can be put back without a detour through autograd."""
-        rows = ids.flatten()
-        distinct = len(rows.unique()) == len(rows) and (padding_idx is None or padding_idx % len(table) not in rows)
-        if distinct and self.observer.ledger(table):
-            self.lookups[id(out)] = (out, out.grad_fn, rows)
+    def _name(self, t: Tensor) -> str | None:
+        ledger = self.observer.ledger(t)
+        return None if ledger is None else ledger.name
+
+    def _escape(self, func: Any) -> None:
+        """Values of the batch leave torch, or choose where others go: when the forward ends, a trial
+        says whether they came back and made samples depend on each other."""
+        if torch.is_grad_enabled() and self.batch > 1 and not self._lets_samples_meet:
+            self.escapes[(name_of(func), self.observer.path())] = None
+
+    # ---- where results carry the batch -------------------------------------------------------------
 
     def _mark(self, out: Any, where: Callable[[Tensor, int], Where | Derived | None]) -> None:
-        for i, t in enumerate(out if isinstance(out, (list, tuple)) else (out,)):
-            if isinstance(t, Tensor) and not self.observer.ledger(t) and (found := where(t, i)) is not None:
-                mark(t, found)
+        for i, t in enumerate(results(out)):
+            if isinstance(t, Tensor) and not self.observer.ledger(t):
+                if (found := where(t, i)) is not None:
+                    mark(t, found)
+                if isinstance(found, Lost):
+                    self._refuse_later(t, found)
+
+    def _refuse_later(self, t: Tensor, lost: Lost) -> None:
+        """A gradient that arrives at a tensor without a place is an error: whose would it be? Where
+        samples were mixed, there is no need to wait for it."""
+        if not (t.requires_grad and t.grad_fn is not None and torch.is_grad_enabled()):
+            return
+        if self._lets_samples_meet or self.batch <= 1:
+            return
+        if lost.mixed:
+            raise ValueError(self._why_no_gradient(lost))
+        t.register_hook(refuse_gradient(self._why_no_gradient(lost)))
+
+    def _why_no_gradient(self, lost: Lost) -> str:
+        observer = self.observer
+        if not lost.mixed:
+            return (
+                f"varreg: in {observer.path()}, the batch cannot be followed: {lost.why}. A gradient arrives "
+                "there, and which sample it belongs to is not known. Write the operation another way, "
+                "or detach its result if it is no part of the loss."
+            )
+        return (
+            f"varreg: in {observer.path()}, {lost.why}: a sample has no gradient of its own, and its variance "
+            f"does not exist. Is the batch in dimension {observer.batch_dim} of every layer's input "
+            "(MultiheadAttention and recurrent layers: batch_first=True; or observe(..., batch_dim=1))? If "
+            "samples are meant to meet, observe(..., batch_norm='contribution') measures each sample's "
+            "contribution to the gradient instead."
+        )
+
+    def _without_place(self, op: Operation, seen: Seen) -> Where | None:
+        """Return what a call with tensors that have no place gives; None if only the others count."""
+        name = name_of(op.function)
+        if seen.lost:
+            if seen.batched and not any(t.is_floating_point() for t, _ in seen.lost):
+                index = {id(t) for t in index_of(op, seen.batched)} if op.function in MOVERS else set()
+                ids = {id(t) for t, _ in seen.lost}
+                if op.function in ELEMENTWISE or ids <= index:  # masks and positions, as in routing
+                    self._escape(op.function)
+                    return None
+            lost = seen.lost[0][1]
+            if not seen.batched or lost.mixed:
+                return lost
+            return Lost(f"{name} combines samples with the result of: {lost.why}", mixed=True)
+        if seen.batched:
+            return Lost(f"{name} combines samples with a sum over the batch", mixed=True)
+        if self._lets_samples_meet:
+            return Summed(self.batch)
+        key = ("affine", op.function, _kinds(op), tuple(t.dim() for t in seen.summed))
+        if key not in self._tried:
+            with torch.random.fork_rng([]):
+                self._tried[key] = try_affine(op, seen.summed)
+        if self._tried[key]:
+            return Summed(self.batch)
+        return Lost(f"{name} is not linear in a sum over the batch", mixed=True)
 
     def where(
         self,
         func: Any,
         args: Sequence[Any],
         kwargs: dict[str, Any],
-        batched: list[tuple[Tensor, Layout]],
+        batched: list[tuple[Tensor, Place]],
         out: Tensor,
         index: int,
     ) -> Where:
-        """Where the batch is in an output. A guess is tried, once for each kind of call; samples that are mixed are an error."""
+        """Return where the batch is in an output. What is not known is tried, once for each kind of
+        call."""
         op = Operation(func, args, kwargs, index)
-        there = propagate(op, batched, out)
-        if self.observer.batch_norm == "contribution":  # samples may meet: what reaches a parameter through their rows is theirs
-            return there
-        if isinstance(there, Layout) and not self._is_certain(op, batched, there):
-            independent = is_independent(op, batched, there)
-            if independent:
-                self._tried.add(_trial(op, batched, there))
-            elif independent is False:
-                there = Lost(f"{name_of(func)} mixes samples, or changes their order", mixed=True)
-        if out.is_floating_point() and any(x.requires_grad for x, _ in batched):
-            self._check_mixed(func, there)
-        return there
+        found = propagate(op, batched, out)
+        if isinstance(found, Guess):
+            found = self._try(op, batched, found, out)
+        if isinstance(found, Gone):
+            return self._gone(op, batched, found, out)
+        return found
 
-    def _is_certain(self, op: Operation, batched: list[tuple[Tensor, Layout]], there: Layout) -> bool:
-        """Is it more than a guess that the batch is there, or one that was tried?"""
-        if self.observer.batch_norm == "contribution" or there.batch <= 1 or not is_guess(op.function):
-            return True
-        return _trial(op, batched, there) in self._tried and not goes_by_values(op, batched)
+    def _try(
+        self, op: Operation, batched: list[tuple[Tensor, Place]], guess: Guess, out: Tensor
+    ) -> Place | Lost | Gone:
+        if self._lets_samples_meet:
+            return guess.places[0] if guess.places else Gone(is_linear=False)
+        name, mixed = name_of(op.function), False
+        for place in guess.places:
+            key = _trial(op, batched, place)
+            verdict = None if goes_by_values(op, batched) else self._tried.get(key)
+            if verdict is None:
+                with torch.random.fork_rng([]):
+                    verdict = try_operation(op, batched, place)
+                self._tried[key] = verdict
+            if verdict is Verdict.APART:
+                return place
+            mixed |= verdict is Verdict.MIXED
+        if not mixed:
+            return Gone(is_linear=False)
+        if not out.dim() or not out.requires_grad:
+            return Gone(is_linear=False)
+        return Lost(f"{name} mixes samples, or changes their order", mixed=True)
 
-    def _check_mixed(self, func: Any, there: Where) -> None:
-        if isinstance(there, Lost) and there.mixed and torch.is_grad_enabled() and self.observer.batch_norm == "refuse":
-            raise ValueError(
-                f"varreg: in {self.observer.path()}, {there.why}: a sample has no gradient of its own, and its variance does not "
-                f"exist. Is the batch in dimension {self.observer.batch_dim} of every layer's input (MultiheadAttention and recurrent "
-                "layers: batch_first=True; or observe(..., batch_dim=1))? If samples are meant to meet, observe(..., "
-                "batch_norm='contribution') measures each sample's contribution to the gradient instead."
-            )
+    def _gone(
+        self, op: Operation, batched: list[tuple[Tensor, Place]], gone: Gone, out: Tensor
+    ) -> Summed | Lost:
+        """Return what an output is that has no place for the batch: a sum over samples, or lost."""
+        shapes = " and ".join(str(tuple(x.shape)) for x, _ in batched)
+        lost = Lost(f"{name_of(op.function)} takes {shapes} to {tuple(out.shape)}")
+        if self._lets_samples_meet or not (out.requires_grad and out.is_floating_point()):
+            return lost
+        key = ("sum", op.function, _kinds(op), tuple((x.dim(), at) for x, at in batched))
+        if not gone.is_linear and key not in self._tried:
+            with torch.random.fork_rng([]):
+                self._tried[key] = try_sum(op, batched)
+        return Summed(self.batch) if gone.is_linear or self._tried[key] else lost
 
-    def _write(self, args: Sequence[Any], batched: list[tuple[Tensor, Layout]], lost: Lost | None) -> None:
-        """`t[index] = value` with a value that carries the batch: `t` then carries it where the index takes it from."""
-        t, index, value = args
-        Tensor.__setitem__(t, index, value)
-        if isinstance(mark_of(t), Layout) and not lost:
+    def _plan(
+        self,
+        form: Form | None,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        batched: list[tuple[Tensor, Place]],
+        outs: Sequence[Any],
+        serving: Serving | None = None,
+    ) -> None:
+        """Keep where the results carry the batch, if that holds for every call of this form."""
+        if form is None or goes_by_values(Operation(func, args, kwargs, 0), batched):
             return
-        at = mark_of(value) if isinstance(value, Tensor) else None
-        places = []
-        op = Operation(Tensor.__getitem__, (t, index), {}, 0)
-        if isinstance(at, Layout) and at.plain and not lost:
-            for dim, size in enumerate(t.shape):
-                part = propagate(op, [(t, Layout(at.batch, dim))], t[index]) if size == at.batch else None
-                if isinstance(part, Layout) and part.dim - t[index].dim() == at.dim - value.dim():
-                    places.append(Layout(at.batch, dim))
-        mark(t, places[0] if len(places) == 1 else Lost(f"__setitem__ into a tensor of shape {tuple(t.shape)}"))
+        places: list[PlanPlace | None] = []
+        for t in outs:
+            if not isinstance(t, Tensor):
+                places.append(None)
+                continue
+            payload = payload_of(t)
+            if payload is None or not isinstance(mark_of(t), Layout):
+                return
+            places.append((t.shape, payload))
+        if len(self._plans) >= _MOST_PLANS:
+            self._plans.clear()
+        self._plans[form] = Plan(tuple(places), serving)
 
-    # ---- a parameter meets the batch ---------------------------------------------------------------------------------
+    def _note_lookup(
+        self, out: Tensor, ids: Tensor, table: Tensor, padding_idx: int | None = None, *_: Any, **__: Any
+    ) -> None:
+        """Rows of a parameter, looked up once for all samples: what they receive can be put back
+        without a detour through autograd."""
+        rows = ids.flatten()
+        distinct = len(rows.unique()) == len(rows)
+        skips = padding_idx is not None and padding_idx % len(table) in rows
+        if distinct and not skips and self.observer.ledger(table):
+            self.lookups[id(out)] = (out, out.grad_fn, rows)
+
+    # ---- writes ------------------------------------------------------------------------------------
+
+    def _write(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], seen: Seen) -> Any:
+        """Run a function that writes into its first argument, which then carries the batch where
+        both of them say."""
+        op = Operation(func, args, kwargs, 0)
+        t = moved_data(op)[0]
+        place = self._place_written(op, t, seen)
+        out = func(*args, **kwargs)
+        mark(t, place)
+        if isinstance(place, Lost):
+            self._refuse_later(t, place)
+        if t._is_view() and t._base is not None and isinstance(place, Place | Lost):
+            self._mark_base(t, place)
+        return out
+
+    def _place_written(self, op: Operation, t: Tensor, seen: Seen) -> Where:
+        name, before = name_of(op.function), mark_of(t)
+        values = [a for a in moved_data(op)[1:] if isinstance(a, Tensor)]
+        index = index_of(op, seen.batched)
+        if any(a is x for a in (t, *values) for x, _ in seen.lost) or seen.summed:
+            why = seen.lost[0][1].why if seen.lost else "a sum over the batch"
+            return Lost(f"{name} writes the result of: {why}", mixed=True)
+        if any(a is x for a in index for x, _ in seen.lost):
+            self._escape(op.function)
+        target = before if isinstance(before, Place) else None
+        wheres = [w for v in values if isinstance(w := mark_of(v), Place)]
+        if target is not None and not wheres and not any(a is x for a in index for x, _ in seen.batched):
+            return target  # a constant is everybody's
+        value = wheres[0] if wheres else None
+        found = written(op, target, value, t, self.batch)
+        if isinstance(found, Gone):
+            return target or Lost(f"{name} into a tensor of shape {tuple(t.shape)}")
+        if isinstance(found, Place) and any(a is x for a in index for x, _ in seen.batched):
+            with torch.random.fork_rng([]):
+                verdict = try_operation(op, seen.batched, found)
+            if verdict is not Verdict.APART:
+                return Lost(f"{name} mixes samples, or changes their order", mixed=True)
+        assert not isinstance(found, Guess)
+        return found
+
+    def _mark_base(self, t: Tensor, place: Place | Lost) -> None:
+        """What was written through a view is in the tensor that it is a view of."""
+        base: Any = t._base
+        before = mark_of(base)
+        if isinstance(before, Lost) or isinstance(place, Lost) or not base.is_contiguous():
+            mark(base, place if isinstance(place, Lost) else Lost("a view of it was written to"))
+            return
+        owners = numbers(base, before if isinstance(before, Place) else None).contiguous()
+        offset = t.storage_offset() - base.storage_offset()
+        owners.as_strided(t.shape, t.stride(), offset).copy_(numbers(t, place))
+        found = place_of(owners, self.batch)
+        mark(base, found or Lost("a view of it was written to", mixed=True))
+
+    # ---- a parameter meets the batch ---------------------------------------------------------------
 
     def _meet(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], batched: list[tuple[Tensor, Layout]], tracked: list[Tensor],
-        lost: Lost | None, form: Form | None,
-    ) -> Any:  # fmt: skip
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], seen: Seen, form: Form | None
+    ) -> Any:
+        batched, tracked = seen.batched, seen.tracked
+        if torch._C._are_functorch_transforms_active():
+            self._refuse(func, tracked, "it runs under a torch.func transform (vmap, grad, jvp)")
         if func in STACKED and isinstance(args[1], Tensor) and not args[1].is_floating_point():
             self._refuse(func, tracked, "packed sequences are not supported: pad them, and mask the loss")
         if func in STACKED and args[4] > 1 and args[5] > 0 and args[6]:
@@ -295,17 +494,27 @@ class Tracer(TorchFunctionMode):
         if not torch.is_grad_enabled():
             self.expect(tracked)
             out = func(*args, **kwargs)
+            lost = seen.lost[0][1] if seen.lost else None
             self._mark(out, lambda t, i: lost or self.where(func, args, kwargs, batched, t, i))
             return out
-        if lost:
-            self._refuse(func, tracked, f"the batch cannot be followed to it: {lost.why}")
-        if func is Tensor.__setitem__:
+        if seen.lost or seen.summed:
+            why = seen.lost[0][1].why if seen.lost else "it was summed up"
+            self._refuse(func, tracked, f"the batch cannot be followed to it: {why}")
+        if func in WRITERS:
             self._refuse(
-                func, tracked, "values made of parameters are written into a tensor; build it with torch.cat or torch.where"
+                func,
+                tracked,
+                "values made of parameters are written into a tensor; build it with torch.cat or torch.where",
             )
-        if args and any(args[0] is t for t in tracked) and _in_place(func):
-            self._refuse(func, tracked, "a tensor made of parameters is changed in place; write it as a new tensor")
-        if func in ELEMENTWISE or func in _JOIN:
+        if args and any(args[0] is t for t in tracked) and is_in_place(func):
+            self._refuse(
+                func, tracked, "a tensor made of parameters is changed in place; write it as a new tensor"
+            )
+        if any(isinstance(at, Ragged) and not at.is_whole for _, at in batched):
+            self._refuse(func, tracked, "some rows of the batch belong to no sample yet")
+        if len({at.batch for _, at in batched}) > 1:
+            self._refuse(func, tracked, "it meets batches of different sizes")
+        if func in ELEMENTWISE or func in _JOIN or self._broadcasts(func, batched, tracked):
             return self._elementwise(func, args, kwargs, batched, tracked)
         if new := self._aligned(func, args, batched, tracked):
             args, kwargs = swap(args, kwargs, new)
@@ -314,14 +523,26 @@ class Tracer(TorchFunctionMode):
             return out
         return self._repeated(func, args, kwargs, batched, tracked)
 
+    def _broadcasts(
+        self, func: Any, batched: list[tuple[Tensor, Place]], tracked: list[Tensor]
+    ) -> bool:
+        """Is it a product of matrices for each sample, with matrices that all samples share?"""
+        if func not in _PRODUCTS or len(batched) != 1 or len(tracked) != 1:
+            return False
+        (x, at), t = batched[0], tracked[0]
+        if isinstance(at, Single) or t.dim() <= 2 or at.dim >= x.dim() - 2:
+            return False
+        dim = at.dim + max(x.dim(), t.dim()) - x.dim() - (max(x.dim(), t.dim()) - t.dim())
+        return dim < 0 or t.shape[dim] == 1
+
     def _refuse(self, func: Any, tracked: list[Tensor], why: str) -> None:
         raise ValueError(
-            f"varreg: in {self.observer.path()}, {name_of(func)} uses {self._names(tracked)} but {why}. Keep the batch in dimension "
+            f"varreg: in {self.observer.path()}, {name_of(func)} uses {self.names(tracked)} but {why}. Keep the batch in dimension "
             f"{self.observer.batch_dim} there (recurrent layers and attention: batch_first=True; a model whose inputs have it elsewhere: "
             "observe(..., batch_dim=)), freeze the parameter, or register a rule for the module with varreg.register_rule."
         )
 
-    def _names(self, tracked: list[Tensor]) -> str:
+    def names(self, tracked: list[Tensor]) -> str:
         names = [ledger.name for t in tracked for _, ledger in self._leaves(t)]
         return ", ".join(f"'{n}'" for n in dict.fromkeys(names)) or "a tensor made of parameters"
 
@@ -329,17 +550,9 @@ class Tracer(TorchFunctionMode):
         """The observed parameters that a tracked tensor is made of."""
         if ledger := self.observer.ledger(t):
             return [(t, ledger)]
-        leaves = (getattr(node, "variable", None) for node in _graph(t))
+        leaves = (getattr(node, "variable", None) for node in graph_of(t))
         found = {id(p): (p, ledger) for p in leaves if p is not None and (ledger := self.observer.ledger(p))}
         return list(found.values())
-
-    def _is_made_of_parameters(self, t: Tensor) -> bool:
-        """Does the graph of a tensor that was made out of sight lead to observed parameters, and to none of our nodes?"""
-        for node in _graph(t):
-            leaf = getattr(node, "variable", None)
-            if node.name() in _OUR_NODES or (leaf is not None and not self.observer.ledger(leaf)):
-                return False
-        return True
 
     def expect(self, tracked: list[Tensor]) -> None:
         """A use without gradients, inside of a forward with them: a re-entrant checkpoint will run it again in the backward pass."""
@@ -361,27 +574,40 @@ class Tracer(TorchFunctionMode):
         return Target(self.observer, t, leaves, found[2] if found and found[1] is t.grad_fn else None)
 
     def _ruled(
-        self, rule: Rule, func: Any, args: Sequence[Any], kwargs: dict[str, Any], batched: list[tuple[Tensor, Layout]],
-        tracked: list[Tensor], form: Form | None,
-    ) -> Any:  # fmt: skip
+        self,
+        rule: Rule,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        batched: list[tuple[Tensor, Place]],
+        tracked: list[Tensor],
+        form: Form | None,
+    ) -> Any:
         """Let a rule serve the call, if it can; how is kept for the next call of this form."""
         bound = rule.bind(args, kwargs)
         flat = flatten(bound or {})
         ours = {id(t) for t in tracked}
         wanted = {name: i for i, (name, t) in enumerate(flat.items()) if id(t) in ours}
-        if bound is None or not {name.partition(".")[0] for name in wanted} <= rule.serves:
+        if bound is None or not _arguments(wanted) <= rule.serves:
+            return None
+        layouts = {name: at for t, at in batched for name, u in flat.items() if u is t}
+        if not _arguments(layouts) <= rule.carries or not layouts:
+            return None
+        shapes = {name: t.shape for name, t in flat.items()}
+        first, plain = next(iter(layouts.values())), without_tensors(bound)
+        partition = self.observer.partition(first.batch)
+        call = Call(frozenset(wanted), shapes, layouts, first, partition, plain)
+        if not rule.when(call):
             return None
         out, detached = _run_detached(rule, func, args, kwargs, tracked)
         places = [self.where(func, args, kwargs, batched, t, i) for i, t in enumerate(results(out))]
-        if isinstance(places[0], Lost):
+        if not all(isinstance(at, Place) for at in places):
             return None
-        layouts = {name: at for t, at in batched for name, u in flat.items() if u is t}
-        shapes = {name: t.shape for name, t in flat.items()}
-        call = Call(frozenset(wanted), shapes, layouts, places[0], self.observer.partition(places[0].batch))
+        call = call._replace(out=places[0], partition=self.observer.partition(places[0].batch))
         if not rule.when(call):
             return None
         kept = {name: i for i, name in enumerate(flat) if name.partition(".")[0] in rule.saves}
-        serving = Serving(rule, call, without_tensors(bound), kept, wanted)
+        serving = Serving(rule, call, plain, kept, wanted, tuple(places))
         used = self._use(serving, out, list(flat.values()), detached)
         for t, where in zip(used, places, strict=True):
             mark(t, where)
@@ -411,74 +637,143 @@ class Tracer(TorchFunctionMode):
     # ---- element-wise operations, expansions and joins ---------------------------------------------------------------
 
     def _elementwise(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], batched: list[tuple[Tensor, Layout]], tracked: list[Tensor]
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        batched: list[tuple[Tensor, Place]],
+        tracked: list[Tensor],
     ) -> Any:
         x, at = batched[0]
         rank = max(t.dim() for t in tensors_in(args, kwargs))
-        there = at._replace(dim=at.dim + rank - x.dim())
+        there = at if isinstance(at, Single) else at._replace(dim=at.dim + rank - x.dim())
         new = {}
         for t in tracked:
-            padded = t if func in _JOIN else t[(None,) * (rank - t.dim())]
-            size = padded.shape[there.dim] if padded.dim() else 1
-            aligned = there.batch == 1 or size == there.size != 1
-            if not aligned and (size != 1 or func in _JOIN):
-                self._refuse(func, [t], f"its shape {tuple(t.shape)} fits the batch of {there.batch} nowhere")
-            shape = [there.size if d == there.dim else n for d, n in enumerate(padded.shape)]
+            shape, aligned = self._spread_shape(func, t, there, rank)
             target = self.target(t, name_of(func).strip("_"))
-            new[id(t)] = Spread.apply(t, target, shape, there, aligned, self.observer.partition(there.batch))
+            partition = self.observer.partition(there.batch)
+            new[id(t)] = Spread.apply(t, target, shape, there, aligned, partition)
             mark(new[id(t)], there)
         args, kwargs = swap(args, kwargs, new)
         everything = [*batched, *((s, there) for s in new.values())]
         out = func(*args, **kwargs)
         self._mark(out, lambda t, i: self.where(func, args, kwargs, everything, t, i))
+        if func in _JOIN and not _has_rows_of(out, there):
+            self._refuse(func, tracked, "it becomes rows of the batch that belong to no sample")
         return out
 
+    def _spread_shape(
+        self, func: Any, t: Tensor, there: Place, rank: int
+    ) -> tuple[list[int], bool]:
+        """Return the shape of a tensor that is expanded along the batch; has it a row for each sample?"""
+        if isinstance(there, Single):
+            return list(t.shape), True
+        padded = t if func in _JOIN else t[(None,) * (rank - t.dim())]
+        size = padded.shape[there.dim] if padded.dim() else 1
+        aligned = there.batch == 1 or size == there.size != 1
+        if not aligned and (size != 1 or func in _JOIN):
+            self._refuse(
+                func, [t], f"its shape {tuple(t.shape)} fits the batch of {there.batch} nowhere"
+            )
+        return [there.size if d == there.dim else n for d, n in enumerate(padded.shape)], aligned
+
     def _aligned(
-        self, func: Any, args: Sequence[Any], batched: list[tuple[Tensor, Layout]], tracked: list[Tensor]
+        self,
+        func: Any,
+        args: Sequence[Any],
+        batched: list[tuple[Tensor, Place]],
+        tracked: list[Tensor],
     ) -> dict[int, Tensor]:
-        """Tensors made of parameters that a function pairs with the batch, sample by sample: they carry it from here on."""
+        """Return tensors made of parameters that a function pairs with the batch, sample by sample:
+        they carry it from here on."""
         x, at = batched[0]
-        new = {}
+        new: dict[int, Tensor] = {}
+        if isinstance(at, Single):
+            return new
         for t in tracked:
-            if func is F.scaled_dot_product_attention:
-                dim = at.dim if t.dim() == x.dim() and at.dim < x.dim() - 2 else None
-            elif func in _PRODUCTS:
-                dim = t.dim() - (x.dim() - at.dim) if x.dim() - at.dim > 2 else None
-            elif func in STACKED or func in _CELLS:
-                states = args[1] if isinstance(args[1], (list, tuple)) else (args[1],)
-                dim = (1 if func in STACKED else 0) if any(t is state for state in states) else None
-            elif func is F.bilinear:
-                dim = at.dim if any(t is u for u in args[:2]) and at.dim < x.dim() - 1 else None
-            else:
-                dim = None
+            dim = _paired_dim(func, args, x, at.dim, t)
             if dim is not None and 0 <= dim < t.dim() and t.shape[dim] == at.size > 1:
                 there = at._replace(dim=dim)
                 target = self.target(t, name_of(func).strip("_"))
-                new[id(t)] = Spread.apply(t, target, list(t.shape), there, True, self.observer.partition(at.batch))
+                partition = self.observer.partition(at.batch)
+                new[id(t)] = Spread.apply(t, target, list(t.shape), there, True, partition)
                 mark(new[id(t)], there)
         return new
 
-    # ---- everything else ---------------------------------------------------------------------------------------------
+    # ---- everything else ---------------------------------------------------------------------------
 
     def _repeated(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], batched: list[tuple[Tensor, Layout]], tracked: list[Tensor]
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        batched: list[tuple[Tensor, Place]],
+        tracked: list[Tensor],
     ) -> Any:
         where = f"{name_of(func)} in {self.observer.path()}"
         targets = [self.target(t, f"{name_of(func).strip('_')} (general)") for t in tracked]
         call = Repetition(func, args, kwargs, batched, tracked, targets, where)
         taps = Repeat.apply(call, *(t for t, _ in batched), *tracked)
         new = {id(t): tap for t, tap in zip(tracked, taps, strict=True)}
-        out = func(*swap(args, kwargs, new)[0], **swap(args, kwargs, new)[1])
-        outs = [t for t in ([out] if isinstance(out, Tensor) else out) if isinstance(t, Tensor)]
+        given, options = swap(args, kwargs, new)
+        before = [x.detach().clone() if is_in_place(func) else x for x, _ in batched]
+        out = func(*given, **options)
+        outs = results(out)
+        as_they_were = {id(x): b for (x, _), b in zip(batched, before, strict=True)}
+        shown, shown_options = swap(args, kwargs, as_they_were)
+        carriers = [(b, at) for b, (_, at) in zip(before, batched, strict=True)]
         for i, t in enumerate(outs):
-            at = self.where(func, args, kwargs, batched, t, i)
-            mark(t, at)
-            if isinstance(at, Layout):
+            if not isinstance(t, Tensor):
+                continue
+            at = self.where(func, shown, shown_options, carriers, t, i)
+            if isinstance(at, Place):
                 call.partition = self.observer.partition(at.batch)
-                call.watch(i, t, at)
+                call.places[i] = at
             elif t.requires_grad:
-                self._refuse(func, tracked, f"it is not known which part of its result belongs to which sample: {at.why}")
-        return out
+                why = at.why if isinstance(at, Lost) else "it is a sum over samples"
+                self._refuse(
+                    func, tracked, f"it is not known which part of its result belongs to which sample: {why}"
+                )
+        if is_in_place(func):
+            call.watch(0, outs[0])
+            mark(outs[0], call.places[0])
+            return out
+        used = Arrive.apply(call, *outs)
+        for i, at in call.places.items():
+            mark(used[i], at)
+        return _shaped_like(out, used)
+
+
+def _is_checkpoint(t: Tensor) -> bool:
+    """Was it made by a re-entrant checkpoint? Its forward was followed, and will be again."""
+    return t.grad_fn is not None and t.grad_fn.name() == "CheckpointFunctionBackward"
+
+
+def _arguments(names: Iterable[str]) -> set[str]:
+    """Return the names of arguments, without the positions in them."""
+    return {name.partition(".")[0] for name in names}
+
+
+def _has_rows_of(out: Tensor, there: Place) -> bool:
+    """Has the result of a join as many rows of the batch as its arguments?"""
+    where = mark_of(out)
+    if isinstance(there, Single) or there.batch == 1:
+        return isinstance(where, Place)
+    return isinstance(where, Layout | Ragged) and where.size == there.size
+
+
+def _paired_dim(func: Any, args: Sequence[Any], x: Tensor, dim: int, t: Tensor) -> int | None:
+    """Return the dimension of `t` that a function pairs with dimension `dim` of `x`."""
+    if func is F.scaled_dot_product_attention:
+        return dim if t.dim() == x.dim() and dim < x.dim() - 2 else None
+    if func in _PRODUCTS:
+        return t.dim() - (x.dim() - dim) if x.dim() - dim > 2 else None
+    if func in STACKED or func in _CELLS:
+        states = args[1] if isinstance(args[1], (list, tuple)) else (args[1],)
+        return (1 if func in STACKED else 0) if any(t is state for state in states) else None
+    if func is F.bilinear:
+        return dim if any(t is u for u in args[:2]) and dim < x.dim() - 1 else None
+    return None
 
 
 class _Contributions(NamedTuple):
@@ -487,10 +782,14 @@ class _Contributions(NamedTuple):
     serving: Serving
     targets: list[Target]
 
+    @property
+    def places(self) -> Sequence[Any]:
+        return self.serving.places
+
     def __call__(self, grads: list[Tensor | None], saved: Sequence[Tensor]) -> list[tuple[Target, Contribution | None]]:
         if all(g is None for g in grads):
             return [(target, None) for target in self.targets]
-        rule, call, bound, kept, wanted = self.serving
+        rule, call, bound, kept, wanted, _ = self.serving
         found = rule.run(call, grads, **refill(bound, dict(zip(kept, saved, strict=True))))
         return [(target, found[name]) for name, target in zip(wanted, self.targets, strict=True)]
 
@@ -509,31 +808,38 @@ def _shaped_like(out: Any, used: tuple[Tensor, ...]) -> Any:
     return used[0] if isinstance(out, Tensor) else type(out)(used)
 
 
-def _in_place(func: Any) -> bool:
-    name = name_of(func)
-    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))
-
-
-def _graph(t: Tensor) -> Iterator[Any]:
-    """The nodes of the graph that made a tensor."""
-    seen: set[Any] = set()
-    stack = [t.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            stack += [n for n, _ in node.next_functions]
-
-
 _PLAIN = (int, float, str, type(None))
 
 
-def _trial(op: Operation, batched: list[tuple[Tensor, Layout]], there: Layout) -> tuple[Any, ...]:
-    """What tells one kind of call from another, as far as its guess need not be tried again."""
-    kinds: list[Any] = [a if isinstance(a, _PLAIN) else type(a) for a in op.args]
-    kinds += [(k, v if isinstance(v, _PLAIN) else type(v)) for k, v in op.kwargs.items()]
-    return op.function, op.output, there.dim, *kinds, *((x.dim(), at.dim, at.outer > 1, at.inner > 1) for x, at in batched)
+def _kinds(op: Operation) -> tuple[Any, ...]:
+    """Return what tells one kind of call from another: plain arguments and the types of others."""
+    kinds: list[Any] = [a if isinstance(a, _PLAIN) else _kind(a) for a in op.args]
+    kinds += [(k, v if isinstance(v, _PLAIN) else _kind(v)) for k, v in op.kwargs.items()]
+    return tuple(kinds)
+
+
+def _kind(a: Any) -> Any:
+    if isinstance(a, Tensor):
+        return Tensor, a.dtype, tuple(n == 1 for n in a.shape)
+    if isinstance(a, (list, tuple)):
+        return type(a), tuple(b if isinstance(b, _PLAIN) else _kind(b) for b in a)
+    return type(a)
+
+
+def _trial(op: Operation, batched: list[tuple[Tensor, Place]], there: Place) -> tuple[Any, ...]:
+    """Return what tells one kind of call from another, as far as it need not be tried again."""
+    carriers = [(x.dim(), *_shape_of(at)) for x, at in batched]
+    return op.function, op.output, _shape_of(there), _kinds(op), *carriers
+
+
+def _shape_of(at: Place) -> tuple[Any, ...]:
+    if isinstance(at, Layout):
+        return at.dim, at.outer > 1, at.inner > 1
+    return type(at), _dim(at)
+
+
+def _dim(at: Place) -> int:
+    return 0 if isinstance(at, Single) else at.dim
 
 
 def is_tracing() -> bool:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from varreg import native
 from varreg.engine.contribution import Contribution, Partition, stat_dtype
-from varreg.engine.layout import samples
-from varreg.engine.rules.rule import Call, Contributions, batch_first, rule
+from varreg.engine.layout import Single, samples
+from varreg.engine.rules.rule import Call, Contributions, rule
 
 
 class SparseRows(Contribution):
@@ -81,7 +81,17 @@ def embedding(
     return {"weight": SparseRows(call.partition, call.shapes["weight"], ids, call.rows(grads[0]), padding_idx)}
 
 
-@rule(F.embedding_bag, saves="input offsets per_sample_weights weight", serves="weight", when=batch_first)
+def _rows_are_bags(call: Call) -> bool:
+    return not isinstance(call.out, Single) and call.out.dim == 0
+
+
+@rule(
+    F.embedding_bag,
+    saves="input offsets per_sample_weights weight",
+    serves="weight",
+    carries="input offsets per_sample_weights",
+    when=_rows_are_bags,
+)
 def embedding_bag(
     call: Call,
     grads: list[Tensor],

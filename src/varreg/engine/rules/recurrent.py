@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from varreg.engine.contribution import Dense, Outer
-from varreg.engine.layout import samples
-from varreg.engine.rules.rule import Call, Contributions, rule
+from varreg.engine.layout import Single, samples
+from varreg.engine.rules.rule import Call, Contributions, batch_first, has_rows, rule
 
 State = tuple[Tensor, ...]
 Cell = Callable[[Tensor, Tensor, State], State]  # gates from the input, gates from the state, state → new state
@@ -67,6 +67,7 @@ class _Taps:
         at = call.out
         if at.batch == 1:
             return t.reshape(1, -1, t.shape[-1])
+        assert not isinstance(at, Single)
         return t if at.plain else samples(t, at._replace(dim=0)).reshape(at.batch, -1, t.shape[-1])
 
     def contributions(self, call: Call, outputs: list[Tensor], grads: list[Tensor | None]) -> Contributions:
@@ -133,7 +134,9 @@ def _layers(
 
 
 def _cell_batch(call: Call) -> bool:
-    return call.out.batch == 1 or all(at == call.out and at.dim == 0 for at in call.layouts.values())
+    if not has_rows(call):
+        return False
+    return call.out.batch == 1 or (batch_first(call) and len({*call.layouts.values()}) == 1)
 
 
 def _register(layer: Any, step: Any, cell: Cell, name: str) -> None:
@@ -164,9 +167,15 @@ def _register(layer: Any, step: Any, cell: Cell, name: str) -> None:
             return taps.contributions(call, list(cell(gi, gh, state)), grads)
 
     run.__name__, run_cell.__name__ = name, f"{name}_cell"
-    rule(layer, serves="params", saves="input hx params", takes_over=False)(run)
+    carries = "input hx"
+    rule(
+        layer, serves="params", saves="input hx params", carries=carries, when=has_rows, takes_over=False
+    )(run)
     weights = "w_ih w_hh b_ih b_hh"
-    rule(step, serves=weights, saves=f"input hx {weights}", when=_cell_batch, takes_over=False)(run_cell)
+    saves = f"input hx {weights}"
+    rule(
+        step, serves=weights, saves=saves, carries=carries, when=_cell_batch, takes_over=False
+    )(run_cell)
 
 
 _register(torch.lstm, torch.lstm_cell, _lstm, "lstm")

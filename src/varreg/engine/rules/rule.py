@@ -18,7 +18,7 @@ from torch import Tensor
 
 from varreg import native
 from varreg.engine.contribution import Bias, Contribution, Dense, Lazy, Outer, Partition
-from varreg.engine.layout import Layout, rows, samples
+from varreg.engine.layout import Layout, Place, Single, rows, samples
 
 Contributions = dict[str, Contribution]
 
@@ -30,19 +30,25 @@ class Call(NamedTuple):
     """The arguments whose contributions are asked for."""
     shapes: dict[str, torch.Size]
     """The shape of every tensor argument."""
-    layouts: dict[str, Layout]
+    layouts: dict[str, Place]
     """Where the batch is, for every argument that carries it."""
-    out: Layout
+    out: Place
     """Where the batch is in the (first) output."""
     partition: Partition
+    arguments: dict[str, Any]
+    """All arguments, with None for tensors."""
 
     def rows(self, t: Tensor, name: str | None = None, features: int = 1) -> Tensor:
         """`[batch, rows, …features]` of the argument `name`, or of the output."""
-        at = self.out if name is None else self.layouts.get(name)
-        if at is None:  # an argument without a batch, used for every sample
-            flat = t.reshape(1, -1, *t.shape[t.dim() - features :])
-            return flat.expand(self.out.batch, *flat.shape[1:])
-        return rows(t, at, features)
+        return rows(t, self.out if name is None else self.layouts[name], features)
+
+    def where(self, name: str) -> Place | None:
+        """Return where the batch is in an argument; a constant that is paired with the batch row
+        by row has it where the others have it."""
+        if name in self.layouts:
+            return self.layouts[name]
+        shape = self.shapes[name][:-1]
+        return next((at for n, at in self.layouts.items() if self.shapes[n][:-1] == shape), None)
 
 
 class Rule(NamedTuple):
@@ -54,6 +60,8 @@ class Rule(NamedTuple):
     saves: frozenset[str]
     """The tensor arguments that are kept for the backward pass."""
     run: Callable[..., Contributions]
+    carries: frozenset[str]
+    """The arguments that may carry the batch. If another one does, the general rule serves the call."""
     when: Callable[[Call], bool]
     """Does the rule serve this call? If not, the general one does."""
     forward: Callable[..., Any] | None
@@ -75,6 +83,7 @@ def rule(
     *functions: Any,
     serves: str = "weight bias",
     saves: str = "",
+    carries: str = "input",
     when: Callable[[Call], bool] = lambda call: True,
     forward: Callable[..., Any] | None = None,
     takes_over: bool = True,
@@ -84,16 +93,24 @@ def rule(
     def add(run: Callable[..., Contributions]) -> Callable[..., Contributions]:
         names = tuple(inspect.signature(run).parameters)[2:]
         for function in functions:
+            which = [frozenset(x.split()) for x in (serves, saves)]
             RULES[function] = Rule(
-                run.__name__, names, frozenset(serves.split()), frozenset(saves.split()), run, when, forward, takes_over
+                run.__name__, names, *which, run, frozenset(carries.split()), when, forward, takes_over
             )
         return run
 
     return add
 
 
+def has_rows(call: Call) -> bool:
+    """Has every carrier a dimension of rows? `x[i]`, all of one sample's, has none."""
+    return not any(isinstance(at, Single) for at in (call.out, *call.layouts.values()))
+
+
 def batch_first(call: Call) -> bool:
-    return call.layouts.get("input", call.out).dim == 0 and call.out.dim == 0
+    """Is the batch in dimension 0 of everything that carries it?"""
+    every = (call.out, *call.layouts.values())
+    return all(not isinstance(at, Single) and at.dim == 0 for at in every)
 
 
 def row_sums(call: Call, t: Tensor) -> Dense:
@@ -109,9 +126,11 @@ def bias_of(weight: Contribution | None, make: Callable[[], Contribution]) -> Co
     return Bias(weight, make) if isinstance(weight, Outer | Lazy) else make()
 
 
-def images(t: Tensor, at: Layout) -> Tensor:
-    """`[batch·images, channels, …]` with the images of a sample side by side; a sample may have several."""
-    return t if at.outer == 1 else samples(t, at).flatten(0, 2)
+def images(t: Tensor, at: Place) -> Tensor:
+    """`[batch·images, channels, …]` with the images of a sample side by side; it may have several."""
+    if isinstance(at, Layout):
+        return t if at.outer == 1 else samples(t, at).flatten(0, 2)
+    return samples(t, at).flatten(0, 1)
 
 
 def channel_sums(call: Call, t: Tensor) -> Dense:

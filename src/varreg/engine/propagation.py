@@ -1,0 +1,512 @@
+"""Where an operation takes the batch, for the functions that are known.
+
+Known means: derived from the arguments, exactly, in whatever form they come. A function that only
+moves data is shown sample numbers in place of the data, with all its other arguments, and where the
+numbers come out is where the samples are. A reduction is shown a small tensor in which the
+batch's dimension has a size of its own. So `dim`, `axis`, positions and keywords mean what torch
+says they mean, and nothing is read from names.
+
+A function that is not known gets a `Guess`, which has to be tried (`trial.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from varreg.engine.arguments import swap, tensors_in
+from varreg.engine.einsum import equation_of, operands_of
+from varreg.engine.layout import (
+    Layout,
+    Lost,
+    Place,
+    Single,
+    numbers,
+    only_sample,
+    place_of,
+)
+
+
+class Operation(NamedTuple):
+    """A call of a torch function, and which of its outputs is asked for."""
+
+    function: Any
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    output: int
+
+
+class Guess(NamedTuple):
+    """Places that an output could have; a trial decides. None of them: it has no batch."""
+
+    places: tuple[Place, ...]
+
+
+class Gone(NamedTuple):
+    """The batch is in no dimension of the output."""
+
+    is_linear: bool
+    """Is it a sum over samples of what each of them gives, by what the function is?"""
+
+
+Found = Place | Lost | Guess | Gone
+Batched = Sequence[tuple[Tensor, Place]]
+Follow = Callable[[Operation, Batched, Tensor], Found]
+_KNOWN: dict[Any, Follow] = {}
+
+
+def _for(*functions: Any) -> Callable[[Follow], Follow]:
+    def add(follow: Follow) -> Follow:
+        for function in functions:
+            _KNOWN[function] = follow
+        return follow
+
+    return add
+
+
+def named(*names: str) -> Iterator[Any]:
+    """Yield every spelling of an operation: `torch.x`, `Tensor.x`, `F.x`, with `_` in place."""
+    for name in names:
+        for home in (torch, Tensor, F, torch.special, torch._C._nn):
+            for spelling in (name, f"{name}_"):
+                if hasattr(home, spelling):
+                    yield getattr(home, spelling)
+
+
+def name_of(function: Any) -> str:
+    """Return a readable name for a torch function, method or property."""
+    owner = getattr(function, "__self__", None)
+    name = getattr(function, "__name__", str(function))
+    return getattr(owner, "__name__", name) if name == "__get__" else name
+
+
+def is_in_place(function: Any) -> bool:
+    """Does the function write into its first argument, by its name?"""
+    name = name_of(function)
+    return (name.endswith("_") and not name.endswith("__")) or (
+        name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__")
+    )
+
+
+def is_known(function: Any) -> bool:
+    return function in _KNOWN
+
+
+# ---- one element after the other -----------------------------------------------------------------
+
+_ARITHMETIC = """add sub subtract mul multiply div divide true_divide floor_divide pow where maximum
+minimum rsub addcmul addcdiv lerp fmax fmin fmod remainder atan2 arctan2 hypot logaddexp
+logaddexp2 xlogy copysign clamp clip clamp_min clamp_max masked_fill float_power heaviside ldexp
+bitwise_and bitwise_or bitwise_xor logical_and logical_or logical_xor gcd lcm nextafter
+eq ne lt le gt ge not_equal less less_equal greater greater_equal isclose polar complex"""
+_OPERATORS = """add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv div rdiv idiv
+floordiv rfloordiv pow rpow ipow mod rmod and rand iand or ror ior xor eq ne lt le gt ge"""
+_ONE_BY_ONE = """abs absolute neg negative positive sign sgn signbit exp exp2 expm1 log log2 log10
+log1p sqrt rsqrt square reciprocal sin cos tan asin acos atan arcsin arccos arctan sinh cosh tanh
+asinh acosh atanh sinc floor ceil round trunc fix frac erf erfc erfinv lgamma digamma sigmoid logit
+expit relu relu6 leaky_relu elu selu celu gelu silu mish hardswish hardsigmoid hardtanh softplus
+softsign tanhshrink hardshrink softshrink threshold logsigmoid log_sigmoid dropout alpha_dropout
+bitwise_not logical_not isnan isinf isfinite isposinf isneginf nan_to_num angle real imag conj
+conj_physical resolve_conj resolve_neg deg2rad rad2deg clone detach contiguous to type float double half
+bfloat16 int long short bool byte char cpu cuda type_as requires_grad_ real imag i0 ndtr log_ndtr
+special_ndtr entr polygamma"""
+
+ELEMENTWISE = frozenset(
+    [
+        *named(*_ARITHMETIC.split()),
+        *(getattr(Tensor, f"__{n}__") for n in _OPERATORS.split() if hasattr(Tensor, f"__{n}__")),
+    ]
+)
+"""Functions of several tensors that broadcast, and then work on one element after the other."""
+
+_UNARY = frozenset(
+    [
+        *named(*_ONE_BY_ONE.split()),
+        *(getattr(Tensor, name) for name in ("__neg__", "__abs__", "__pos__", "__invert__")),
+        *(getattr(Tensor, name).__get__ for name in ("real", "imag", "data")),
+    ]
+)
+SHAPE_ONLY = frozenset(
+    getattr(Tensor, n) for n in ("view_as", "reshape_as", "expand_as", "type_as", "to")
+)
+"""Functions to which other tensors than the first lend their shape or type alone."""
+
+
+@_for(*ELEMENTWISE, *_UNARY)
+def _elementwise(op: Operation, batched: Batched, out: Tensor) -> Found:
+    return agreed(op, (_broadcast(at, x, out) for x, at in batched))
+
+
+def _broadcast(at: Place, x: Tensor, out: Tensor) -> Place | None:
+    if isinstance(at, Single):
+        return at
+    dim = at.dim + out.dim() - x.dim()
+    return at._replace(dim=dim) if 0 <= dim < out.dim() and out.shape[dim] == at.size else None
+
+
+def agreed(op: Operation, places: Iterator[Place | None]) -> Place | Lost | Gone:
+    """Return the one place that all arguments lead to."""
+    found = list(dict.fromkeys(places))
+    if None in found:
+        return Gone(is_linear=False)
+    if len(found) == 1:
+        return found[0]  # type: ignore[return-value]
+    return Lost(f"{name_of(op.function)} combines rows of different samples", mixed=True)
+
+
+# ---- data that only moves ------------------------------------------------------------------------
+
+_LISTS = """cat concat concatenate stack hstack vstack dstack column_stack row_stack
+atleast_1d atleast_2d atleast_3d block_diag broadcast_tensors"""
+_VIEWS = """reshape view flatten unflatten ravel reshape_as view_as squeeze unsqueeze transpose permute
+swapaxes swapdims movedim moveaxis t adjoint select narrow unbind split chunk tensor_split
+split_with_sizes hsplit vsplit dsplit expand expand_as broadcast_to repeat tile repeat_interleave
+flip fliplr flipud roll rot90 diagonal unfold index_select gather take_along_dim masked_select
+narrow_copy unsafe_chunk unsafe_split view_as_real view_as_complex take"""
+MOVERS: dict[Any, tuple[int, ...]] = {
+    **dict.fromkeys(named(*_VIEWS.split(), *_LISTS.split()), (0,)),
+    **dict.fromkeys([getattr(Tensor, n).__get__ for n in ("T", "mT", "H", "mH")], (0,)),
+    Tensor.__getitem__: (0,),
+    Tensor.__iter__: (0,),
+    Tensor.__setitem__: (0, 2),
+    **dict.fromkeys(named("copy_"), (0, 1)),
+    **dict.fromkeys(named("index_copy", "scatter"), (0, 3)),
+    **dict.fromkeys(named("index_put", "masked_scatter"), (0, 2)),
+    **dict.fromkeys(named("select_scatter", "slice_scatter", "diagonal_scatter"), (0, 1)),
+}
+"""Functions that move data and change none of it, and the positions of the arguments that hold
+data; what else they take says where it goes."""
+
+WRITERS = frozenset(f for f in MOVERS if is_in_place(f) or f is Tensor.__setitem__)
+_NAMES = {0: ("input", "self", "tensors", "x", "a"), 1: ("src", "other"), 2: ("values", "value", "source"), 3: ("source", "src")}
+_ADDS = frozenset(named("index_put"))
+
+
+def moved_data(op: Operation) -> list[Any]:
+    """Return the arguments of a mover that hold data."""
+    found = []
+    for place in MOVERS[op.function]:
+        if place < len(op.args):
+            found.append(op.args[place])
+        else:
+            found += [op.kwargs[name] for name in _NAMES[place] if name in op.kwargs]
+    return found
+
+
+def index_of(op: Operation, batched: Batched) -> list[Tensor]:
+    """Return the tensors among a mover's arguments that say where data goes."""
+    data = {id(t) for a in moved_data(op) for t in tensors_in([a], {})}
+    return [t for t in _all_tensors(op) if id(t) not in data]
+
+
+def _all_tensors(op: Operation) -> list[Tensor]:
+    found = tensors_in(op.args, op.kwargs)
+    for a in op.args:  # x[(slice, index)]
+        if isinstance(a, (list, tuple)):
+            found += [t for b in a if isinstance(b, (list, tuple)) for t in tensors_in(b, {})]
+    return found
+
+
+@_for(*(f for f in MOVERS if f not in WRITERS))
+def _move(op: Operation, batched: Batched, out: Tensor) -> Found:
+    carriers = {id(x): at for x, at in batched}
+    data = [t for a in moved_data(op) for t in tensors_in([a], {})]
+    found: Found | None = None
+    if op.function in RESHAPES and isinstance(at := carriers.get(id(data[0])), Layout):
+        found = _reshaped(at, data[0], out)
+    if found is None:
+        found = _follow_numbers(op, data, carriers, out)
+    if any(id(t) in carriers for t in index_of(op, batched)):
+        # the samples choose what is moved: only a trial tells whether each one chooses its own
+        if isinstance(found, Gone):
+            return guess(op, batched, out)
+        return Guess((found,)) if isinstance(found, Place) else found
+    return found
+
+
+def _follow_numbers(
+    op: Operation, data: list[Tensor], carriers: dict[int, Place], out: Tensor
+) -> Found:
+    batch = next(iter(carriers.values())).batch
+    shown = {id(t): numbers(t, carriers.get(id(t))) for t in data}
+    with torch.no_grad():
+        args, kwargs = swap(op.args, op.kwargs, shown)
+        moved = op.function(*args, **kwargs)
+    if not isinstance(moved, Tensor):
+        moved = list(moved)[op.output]
+    if moved.shape != out.shape:
+        return Lost(f"{name_of(op.function)} depends on the values that it moves")
+    found = place_of(moved, batch)
+    if found is not None:
+        return found
+    if not moved.numel() or bool((moved < 0).all()):
+        return Gone(is_linear=True)
+    return Lost(f"{name_of(op.function)} puts rows of several samples side by side", mixed=True)
+
+
+RESHAPES = frozenset(
+    named("reshape", "view", "flatten", "unflatten", "ravel", "reshape_as", "view_as", "squeeze", "unsqueeze")
+)
+
+
+def _reshaped(at: Layout, x: Tensor, out: Tensor) -> Place | None:
+    """Row-major order is `[before, batch, after]`, whatever the shape."""
+    before = math.prod(x.shape[: at.dim]) * at.outer
+    passed = 1
+    for dim, size in enumerate(out.shape):
+        if before % passed == 0:
+            outer = before // passed
+            if size and size % (outer * at.batch) == 0 if at.batch else size == 0:
+                return Layout(at.batch, dim, outer, size // (outer * at.batch) if at.batch else 1)
+        passed *= size
+    return None
+
+
+def written(op: Operation, target: Place | None, value: Place | None, t: Tensor, batch: int) -> Found:
+    """Return where the batch is in a tensor after something was written into it."""
+    data = [a for a in moved_data(op) if isinstance(a, Tensor)]
+    shown: dict[int, Tensor] = {id(a): numbers(a, value).contiguous() for a in data[1:]}
+    shown[id(t)] = after = numbers(t, target).contiguous()
+    args, kwargs = swap(op.args, op.kwargs, shown)
+    if not isinstance(args[-1], Tensor) and op.function is Tensor.__setitem__:
+        args[-1] = -1  # a number is nobody's
+    with torch.no_grad():
+        done = op.function(*args, **kwargs)
+    after = done if isinstance(done, Tensor) else after
+    found = place_of(after, batch)
+    if found is not None:
+        return found
+    if bool((after < 0).all()):
+        return Gone(is_linear=True)
+    return Lost(f"{name_of(op.function)} writes rows of several samples side by side", mixed=True)
+
+
+# ---- reductions ----------------------------------------------------------------------------------
+
+_LINEAR = frozenset(named("sum", "mean", "nansum"))
+_OTHERS = """amax amin prod logsumexp norm std var max min argmax argmin all any nanmean count_nonzero
+median nanmedian mode aminmax var_mean std_mean"""
+
+
+@_for(*_LINEAR, *named(*_OTHERS.split()))
+def _reduce(op: Operation, batched: Batched, out: Tensor) -> Found:
+    """A small tensor in which the batch's dimension alone has size 2 shows where the batch goes."""
+    if len(tensors_in(op.args, op.kwargs)) > 1:  # torch.max(a, b) works on one element after another
+        return _elementwise(op, batched, out)
+    x, at = batched[0]
+    if isinstance(at, Single):
+        return at
+    small = torch.ones([2 if dim == at.dim else 3 for dim in range(x.dim())], dtype=_small_type(x))
+    options = {k: v for k, v in op.kwargs.items() if k not in ("dtype", "out")}
+    args, options = swap(op.args, options, {id(x): small})
+    shown = op.function(*args, **options)
+    shape = list((shown if isinstance(shown, Tensor) else shown[op.output]).shape)
+    return at._replace(dim=shape.index(2)) if 2 in shape else Gone(op.function in _LINEAR)
+
+
+def _small_type(x: Tensor) -> torch.dtype:
+    return x.dtype if not x.is_floating_point() else torch.float32
+
+
+# ---- products ------------------------------------------------------------------------------------
+
+
+def mixing(op: Operation) -> Lost:
+    return Lost(f"{name_of(op.function)} combines samples with each other", mixed=True)
+
+
+@_for(*named("matmul", "mm", "bmm", "mv"), Tensor.__matmul__, Tensor.__rmatmul__)
+def _matmul(op: Operation, batched: Batched, out: Tensor) -> Found:
+    operands = tensors_in(op.args, op.kwargs)
+    if op.function is Tensor.__rmatmul__:
+        operands.reverse()
+    if len(operands) != 2 or operands[0] is operands[1]:
+        return guess(op, batched, out) if len(operands) != 2 else _square(op, batched, out)
+    places: list[Place | None] = []
+    for x, at in batched:
+        if isinstance(at, Single):
+            places.append(at)
+            continue
+        first = operands[0] is x
+        other = operands[1] if first else operands[0]
+        if at.dim == (x.dim() - 1 if first else max(x.dim() - 2, 0)):
+            return mixing(op)
+        # a vector on the right drops the last dimension
+        from_right = x.dim() - at.dim - (1 if first and other.dim() == 1 else 0)
+        dim = out.dim() - from_right
+        fits = 0 <= dim < out.dim() and out.shape[dim] == at.size
+        places.append(at._replace(dim=dim) if fits else None)
+    return agreed(op, iter(places))
+
+
+def _square(op: Operation, batched: Batched, out: Tensor) -> Found:
+    """x @ x, where the batch is a dimension of both factors."""
+    x, at = batched[0]
+    if isinstance(at, Single):
+        return at
+    return at if at.dim < x.dim() - 2 else mixing(op)
+
+
+@_for(torch.einsum, torch._VF.einsum)  # type: ignore[attr-defined]
+def _einsum(op: Operation, batched: Batched, out: Tensor) -> Found:
+    equation, operands = equation_of(op.args), operands_of(op.args)
+    carriers = {id(x): at for x, at in batched}
+    letters: set[str] = set()
+    shares: set[Any] = set()
+    for term, operand in zip(equation.inputs, operands, strict=True):
+        at = carriers.get(id(operand))
+        if at is None:
+            continue
+        if isinstance(at, Single):
+            letters.add("")
+            shares.add(at)
+        else:
+            letters.add(term[at.dim])
+            shares.add(at._replace(dim=0))
+    if len(letters) != 1 or len(shares) != 1:
+        return mixing(op)
+    letter, share = letters.pop(), shares.pop()
+    if isinstance(share, Single):
+        return share
+    carrying = [t for t, o in zip(equation.inputs, operands, strict=True) if id(o) in carriers]
+    if any(t.count(letter) > 1 for t in carrying):
+        return mixing(op)  # a diagonal
+    if letter not in equation.output:
+        return guess(op, batched, out) if not out.dim() else mixing(op)
+    return share._replace(dim=equation.output.index(letter))
+
+
+# ---- layers --------------------------------------------------------------------------------------
+
+
+def _argument(op: Operation, position: int, name: str, default: Any = None) -> Any:
+    return op.args[position] if len(op.args) > position else op.kwargs.get(name, default)
+
+
+def _kept(op: Operation, batched: Batched, out: Tensor, features: int) -> Found:
+    """The first argument alone carries the batch, in front of `features` dimensions; so does `out`."""
+    x = _argument(op, 0, "input")
+    if len(batched) != 1 or batched[0][0] is not x:
+        return guess(op, batched, out)
+    at = batched[0][1]
+    if isinstance(at, Single):
+        return at
+    return at if at.dim < x.dim() - features else guess(op, batched, out)
+
+
+@_for(F.linear)
+def _linear(op: Operation, batched: Batched, out: Tensor) -> Found:
+    return _kept(op, batched, out, 1)
+
+
+@_for(F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm)
+def _norm(op: Operation, batched: Batched, out: Tensor) -> Found:
+    shape = _argument(op, 1, "normalized_shape")
+    return _kept(op, batched, out, 1 if isinstance(shape, int) else len(shape))
+
+
+_CONVOLUTIONS = [f"conv{t}{n}d" for t in ("", "_transpose") for n in (1, 2, 3)]
+
+
+@_for(*named(*_CONVOLUTIONS))
+def _conv(op: Operation, batched: Batched, out: Tensor) -> Found:
+    x, weight = _argument(op, 0, "input"), _argument(op, 1, "weight")
+    return _kept(op, batched, out, x.dim() - (1 if x.dim() == weight.dim() else 0))
+
+
+@_for(F.group_norm, torch.group_norm)
+def _group_norm(op: Operation, batched: Batched, out: Tensor) -> Found:
+    return _kept(op, batched, out, _argument(op, 0, "input").dim() - 1)
+
+
+@_for(F.scaled_dot_product_attention)
+def _attention(op: Operation, batched: Batched, out: Tensor) -> Found:
+    if any(not isinstance(at, Single) and at.dim >= x.dim() - 2 for x, at in batched):
+        return guess(op, batched, out)
+    return _elementwise(op, batched, out)
+
+
+@_for(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+def _recurrent(op: Operation, batched: Batched, out: Tensor) -> Found:
+    """The sequence keeps its order; states are `[layers, batch, features]`."""
+    batch_first = len(op.args) > 8 and op.args[8]
+
+    def place(x: Tensor, at: Place) -> Place | None:
+        if isinstance(at, Single):
+            return at
+        expected = 0 if x is op.args[0] and batch_first else 1
+        moved = at._replace(dim=0 if op.output == 0 and batch_first else 1)
+        return moved if at.dim == expected else None
+
+    found = agreed(op, (place(x, at) for x, at in batched))
+    return guess(op, batched, out) if isinstance(found, Gone) else found
+
+
+@_for(F.embedding, torch.embedding)
+def _lookup(op: Operation, batched: Batched, out: Tensor) -> Found:
+    """The indices' dimensions, then the features."""
+    ids = _argument(op, 0 if op.function is F.embedding else 1, "input")
+    if len(batched) == 1 and batched[0][0] is ids:
+        return batched[0][1]
+    return guess(op, batched, out)
+
+
+@_for(F.embedding_bag)
+def _bags(op: Operation, batched: Batched, out: Tensor) -> Found:
+    """Without offsets, a row is a bag; with them, the inputs do not tell: a bag is a sample."""
+    at = batched[0][1]
+    if op.args[0].dim() == 2 and not isinstance(at, Single) and at.dim == 0:
+        return at
+    if isinstance(at, Single):
+        return at
+    return Layout(out.shape[0])
+
+
+# ---- everything else -----------------------------------------------------------------------------
+
+
+def guess(op: Operation, batched: Batched, out: Tensor) -> Guess:
+    """Return the places that the sizes allow: the argument's own first, then any of its size."""
+    places: dict[Place, None] = {}
+    for x, at in batched:
+        if isinstance(at, Single):
+            places[at] = None
+            continue
+        dims = [d for d, n in enumerate(out.shape) if n == at.size]
+        own = [at.dim] if out.dim() == x.dim() else [0, out.dim() - x.dim() + at.dim]
+        for d in sorted(dims, key=lambda d: d not in own):
+            places[at._replace(dim=d)] = None
+    return Guess(tuple(places))
+
+
+def propagate(op: Operation, batched: Batched, out: Tensor) -> Found:
+    """Return where the batch is in the output `out` of an operation."""
+    if all(at.batch == 1 for _, at in batched):
+        return only_sample(out)
+    if all(at.batch == 0 for _, at in batched) and 0 in out.shape:
+        return Layout(0, list(out.shape).index(0))
+    singles = {at for _, at in batched if isinstance(at, Single)}
+    if len(singles) == len({at for _, at in batched}) == 1 and op.function not in WRITERS:
+        # nothing but constants and one sample: whatever comes out is that sample's
+        return next(iter(singles))
+    return _KNOWN.get(op.function, guess)(op, batched, out)
+
+
+def goes_by_values(op: Operation, batched: Batched) -> bool:
+    """Do values, those of an index, say where the batch goes? Else shapes and plain arguments do."""
+    if op.function in MOVERS:
+        return bool(index_of(op, batched)) and op.function not in SHAPE_ONLY
+    if is_known(op.function):
+        return False
+    carriers = {id(x) for x, _ in batched}
+    tensors = tensors_in(op.args, op.kwargs)
+    return any(_is_integer(t) and id(t) not in carriers for t in tensors)
+
+
+def _is_integer(t: Tensor) -> bool:
+    return not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)

@@ -1,0 +1,346 @@
+"""Trials: does a function keep samples apart? Found out by running it with other values.
+
+What is not known is tried. The samples are split in two in so many ways that every two of them are
+once on different sides. Each time, one side gets other values, and on the other side nothing may
+move: not the output, and not the gradients that a vector-Jacobian product sends back. This is done
+with the values at hand and with random ones. A trial in which some sample's output never moves says
+nothing about that sample; it is repeated with random values, and if they say nothing either, the
+answer is `UNDECIDED`, which no caller takes for a yes.
+
+`is_sum` tries something else: is an output without a batch a sum of what each sample gives?
+L is such a sum if L(a, b) − L(a′, b) − L(a, b′) + L(a′, b′) = 0 for every split of the samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from varreg.engine.arguments import swap, tensors_in
+from varreg.engine.layout import Layout, Place, Ragged, Single, owners_of
+from varreg.engine.propagation import Batched, Operation
+
+Run = Callable[[list[Tensor]], list[Tensor]]
+FAILURES = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, AssertionError)
+
+
+class Verdict(enum.Enum):
+    APART = "samples are kept apart"
+    MIXED = "samples meet, or change places"
+    UNDECIDED = "the trial says nothing"
+
+
+def splits(batch: int) -> Iterator[Tensor]:
+    """Yield masks of samples: for any two there is one that holds the first and not the second."""
+    code = torch.randperm(batch)
+    for bit in range(max(batch - 1, 1).bit_length()):
+        side = (code >> bit) % 2 == 1
+        yield side
+        yield ~side
+
+
+# ---- other values --------------------------------------------------------------------------------
+
+
+def rows_of(t: Tensor, at: Place, chosen: Tensor) -> Tensor:
+    """Return a mask that broadcasts to `t`: the rows that belong to chosen samples."""
+    if isinstance(at, Single):
+        return chosen[at.sample].to(t.device)
+    mask = chosen[owners_of(at).clamp(min=0)] & (owners_of(at) >= 0)
+    return mask.view([-1 if d == at.dim else 1 for d in range(t.dim())]).to(t.device)
+
+
+def _shuffled(t: Tensor, at: Place, order: Tensor) -> Tensor | None:
+    """Return the values of other samples, in `order`; None where samples are not alike in size."""
+    if not isinstance(at, Layout):
+        return None
+    place = torch.arange(at.size).view(at.outer, at.batch, at.inner)[:, order].flatten()
+    return t.index_select(at.dim, place.to(t.device))
+
+
+def _random(t: Tensor, positive: bool) -> Tensor:
+    """Return random values of the kind and size of `t`'s."""
+    if t.dtype is torch.bool:
+        return torch.rand(t.shape, device=t.device) < 0.5
+    if t.is_complex():
+        return torch.randn_like(t)
+    if not t.is_floating_point():  # any other number might be no valid index
+        return t.flatten()[torch.randint(t.numel(), t.shape, device=t.device)]
+    if positive:
+        return torch.rand_like(t) * 0.8 + 0.1
+    size = float(t.detach().double().std()) if t.numel() > 1 else 0.0
+    return torch.randn_like(t) * (size if 1e-3 < size < 1e3 else 1.0)
+
+
+def _others(inputs: list[Tensor], places: Sequence[Place]) -> list[Tensor]:
+    """Return values to put in place of a sample's own: another sample's, or random ones."""
+    batch = places[0].batch
+    ring = torch.randperm(batch)
+    order = torch.empty_like(ring).index_copy_(0, ring, ring.roll(1))  # nobody keeps its own
+    found = []
+    for t, at in zip(inputs, places, strict=True):
+        others = _shuffled(t, at, order)
+        found.append(_random(t, positive=False) if others is None else others)
+    return found
+
+
+def _replaced(
+    inputs: list[Tensor], others: list[Tensor], places: Sequence[Place], chosen: Tensor
+) -> list[Tensor]:
+    return [
+        torch.where(rows_of(t, at, chosen), o, t)
+        for t, o, at in zip(inputs, others, places, strict=True)
+    ]
+
+
+# ---- the trial -----------------------------------------------------------------------------------
+
+
+def keeps_apart(
+    run: Run, inputs: list[Tensor], at: Sequence[Place], there: Sequence[Place], rows: bool = True
+) -> Verdict:
+    """Try a function from tensors that carry the batch to tensors that do.
+
+    `rows` asks for proof that every sample's own output moves with it; without, an output that
+    never moves is taken for a constant, as it may be in a model.
+    """
+    said = Verdict.UNDECIDED
+    for values in (_as_they_are, _normal, _positive) if rows else (_as_they_are,):
+        try:
+            found = _try_values(run, values(inputs), at, there)
+        except FAILURES:  # it does not take such values
+            continue
+        if found is Verdict.MIXED:
+            return found
+        if found is Verdict.APART and values is not _as_they_are:
+            return found
+        if not rows:
+            return Verdict.APART
+        said = found if values is _as_they_are else said
+    return said if said is Verdict.APART else Verdict.UNDECIDED
+
+
+def _as_they_are(inputs: list[Tensor]) -> list[Tensor]:
+    return inputs
+
+
+def _normal(inputs: list[Tensor]) -> list[Tensor]:
+    return [_random(t, positive=False) for t in inputs]
+
+
+def _positive(inputs: list[Tensor]) -> list[Tensor]:
+    return [_random(t, positive=True) for t in inputs]
+
+
+def _try_values(
+    run: Run, inputs: list[Tensor], at: Sequence[Place], there: Sequence[Place]
+) -> Verdict:
+    batch = at[0].batch
+    before = run(inputs)
+    others = _others(inputs, at)
+    moved = [torch.zeros(batch, dtype=torch.bool) for _ in there]
+    for chosen in splits(batch):
+        after = run(_replaced(inputs, others, at, chosen))
+        for i, place in enumerate(there):
+            if before[i].shape != after[i].shape:
+                return Verdict.MIXED
+            kept = rows_of(before[i], place, ~chosen)
+            same = _is_close(before[i], after[i])
+            if bool((kept & ~same).any()):
+                return Verdict.MIXED
+            moved[i] |= samples_in(~same, place) & chosen
+    present = [samples_in(torch.ones_like(t, dtype=torch.bool), p) for t, p in zip(before, there, strict=True)]
+    done = all(bool((m | ~p).all()) for m, p in zip(moved, present, strict=True))
+    return Verdict.APART if done else Verdict.UNDECIDED
+
+
+def _is_close(a: Tensor, b: Tensor) -> Tensor:
+    """Return where two tensors are the same, to rounding, relative to the size of the whole."""
+    if not (a.is_floating_point() or a.is_complex()):
+        return a == b
+    eps = min(64 * torch.finfo(a.dtype).eps, 0.05)
+    finite = a.detach().abs().nan_to_num(0.0, 0.0, 0.0)
+    scale = float(finite.max()) if a.numel() else 0.0
+    return torch.isclose(a, b, rtol=eps, atol=eps * 1e-2 * scale, equal_nan=True)
+
+
+def samples_in(mask: Tensor, at: Place) -> Tensor:
+    """Return the samples that have a True in their rows of the mask."""
+    if isinstance(at, Single):
+        out = torch.zeros(at.batch, dtype=torch.bool)
+        out[at.sample] = bool(mask.any())
+        return out
+    by_row = mask.movedim(at.dim, 0).flatten(1).any(1).cpu()
+    owner = owners_of(at)[by_row]
+    out = torch.zeros(at.batch, dtype=torch.bool)
+    out[owner[owner >= 0]] = True
+    return out
+
+
+# ---- of an operation -----------------------------------------------------------------------------
+
+
+def try_operation(op: Operation, batched: Batched, there: Place) -> Verdict:
+    """Try whether an operation takes each sample to its place in the output, and to no other."""
+    at = [place for _, place in batched]
+    for dtype in (torch.float64, None):  # in double precision nothing hides behind rounding
+        forward, inputs = _runner(op, batched, dtype)
+        try:
+            out = forward(inputs)[0]
+        except FAILURES:
+            continue
+        both = _with_gradients(forward, inputs, out)
+        if both is None:
+            return keeps_apart(forward, inputs, at, [there])
+        floats = [i for i, t in enumerate(inputs) if t.is_floating_point()]
+        cotangent = torch.randn_like(out)
+        places = [there, *(at[i] for i in floats)]
+        return _joined(
+            keeps_apart(forward, inputs, at, [there]),
+            lambda: keeps_apart(both, [*inputs, cotangent], [*at, there], places, rows=False),
+        )
+    return Verdict.UNDECIDED
+
+
+def _joined(first: Verdict, then: Callable[[], Verdict]) -> Verdict:
+    return first if first is not Verdict.APART else then()
+
+
+def _runner(op: Operation, batched: Batched, dtype: torch.dtype | None) -> tuple[Run, list[Tensor]]:
+    """Return the operation as a function of the tensors that carry the batch, and those."""
+    ids = [id(x) for x, _ in batched]
+
+    def cast(t: Tensor) -> Tensor:
+        return t.to(dtype) if dtype is not None and t.is_floating_point() else t
+
+    fixed = {id(t): cast(t.detach()) for t in tensors_in(op.args, op.kwargs) if id(t) not in ids}
+
+    def run(inputs: list[Tensor]) -> list[Tensor]:
+        copies = {**{k: t.clone() for k, t in fixed.items()}, **dict(zip(ids, inputs, strict=True))}
+        if not any(t.requires_grad for t in inputs):
+            copies |= {k: t.clone() for k, t in zip(ids, inputs, strict=True)}
+        args, kwargs = swap(op.args, op.kwargs, copies)
+        with same_random_numbers(inputs):
+            out = op.function(*args, **kwargs)
+        if out is None:  # `t[index] = value`
+            return [args[0]]
+        return [out if isinstance(out, Tensor) else list(out)[op.output]]
+
+    return _without_gradients(run), [cast(x.detach()).clone() for x, _ in batched]
+
+
+def _without_gradients(run: Run) -> Run:
+    def still(inputs: list[Tensor]) -> list[Tensor]:
+        if any(t.requires_grad for t in inputs):
+            return run(inputs)
+        with torch.no_grad():
+            return [t.detach() for t in run(inputs)]
+
+    return still
+
+
+@contextlib.contextmanager
+def same_random_numbers(inputs: Sequence[Tensor]) -> Iterator[None]:
+    """Let random functions draw the same numbers each time, and leave generators as they were."""
+    with torch.random.fork_rng({t.device for t in inputs if t.device.type == "cuda"}):
+        torch.manual_seed(0)
+        yield
+
+
+def _with_gradients(forward: Run, inputs: list[Tensor], out: Tensor) -> Run | None:
+    """Return the vector-Jacobian product beside the function; None where it has none."""
+    if not (out.is_floating_point() and any(t.is_floating_point() for t in inputs)):
+        return None
+
+    def run(given: list[Tensor]) -> list[Tensor]:
+        *values, cotangent = given
+        with torch.enable_grad():
+            leaves = [t.detach().clone() for t in values]
+            taken = [t.requires_grad_() for t in leaves if t.is_floating_point()]
+            result = forward([t.mul(1) if t.requires_grad else t for t in leaves])[0]
+            if not result.requires_grad:
+                return [result.detach(), *(torch.zeros_like(t) for t in taken)]
+            options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
+            grads = torch.autograd.grad([result], taken, [cotangent], **options)
+        return [result.detach(), *grads]
+
+    return run
+
+
+# ---- sums over samples ---------------------------------------------------------------------------
+
+
+def is_sum(run: Run, inputs: list[Tensor], at: Sequence[Place], random: bool = True) -> bool:
+    """Try whether outputs without a batch are sums of what each sample gives."""
+    done = False
+    for values in (_as_they_are, _normal, _positive) if random else (_as_they_are,):
+        try:
+            done |= _try_sum(run, values(inputs), at)
+        except _NotASum:
+            return False
+        except FAILURES:
+            continue
+    return done
+
+
+class _NotASum(Exception):
+    pass
+
+
+def _try_sum(run: Run, inputs: list[Tensor], at: Sequence[Place]) -> bool:
+    """Return whether the outputs moved at all; raise where they are no sums."""
+    others, moved = _others(inputs, at), False
+    every = torch.ones(at[0].batch, dtype=torch.bool)
+    first, last = run(inputs), run(_replaced(inputs, others, at, every))
+    for chosen in splits(at[0].batch):
+        a, b = (run(_replaced(inputs, others, at, side)) for side in (chosen, ~chosen))
+        for i in range(len(first)):
+            if not (first[i].shape == a[i].shape == b[i].shape == last[i].shape):
+                raise _NotASum
+            ends = [t[i].double() for t in (first, last, a, b)]
+            scale = max(float(t.abs().nan_to_num(0.0, 0.0, 0.0).max()) for t in ends)
+            gap = (ends[0] + ends[1] - ends[2] - ends[3]).abs().nan_to_num(0.0, 0.0, 0.0)
+            if float(gap.max()) > 256 * torch.finfo(first[i].dtype).eps * scale:
+                raise _NotASum
+            moved |= not torch.equal(ends[0], ends[1])
+    return moved
+
+
+def try_sum(op: Operation, batched: Batched) -> bool:
+    """Try whether an operation's output is a sum over samples. Indices and labels stay as they are:
+    a sum may be weighted by what they say."""
+    floats = [(x, at) for x, at in batched if x.is_floating_point()]
+    for dtype in (torch.float64, None):
+        run, inputs = _runner(op, floats, dtype)
+        try:
+            if not run(inputs)[0].is_floating_point():
+                return False
+        except FAILURES:
+            continue
+        return is_sum(run, inputs, [at for _, at in floats])
+    return False
+
+
+def try_affine(op: Operation, summed: Sequence[Tensor]) -> bool:
+    """Try whether an operation is affine in tensors that are sums over samples."""
+    for dtype in (torch.float64, None):
+        run, inputs = _runner(op, [(t, Single(1, 0)) for t in summed], dtype)
+        try:
+            a, b = ([torch.randn_like(t) for t in inputs] for _ in range(2))
+            zero = [torch.zeros_like(t) for t in inputs]
+            both = [s + t for s, t in zip(a, b, strict=True)]
+            ends = [run(x)[0].double() for x in (zero, both, a, b)]
+        except FAILURES:
+            continue
+        scale = max([float(t.abs().max()) for t in ends if t.numel()], default=0.0)
+        gap = (ends[0] + ends[1] - ends[2] - ends[3]).abs()
+        return not gap.numel() or float(gap.max()) <= 1e-6 * scale
+    return False
+
+
+__all__ = ["FAILURES", "Ragged", "Verdict", "is_sum", "keeps_apart", "try_affine", "try_operation", "try_sum"]

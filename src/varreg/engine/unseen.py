@@ -1,0 +1,117 @@
+"""Tensors that come from where the tracer cannot look: scripted functions, C++ extensions, a
+`torch.autograd.Function`. Their graph tells where they carry the batch.
+
+Every gradient on its way to a parameter passes one of our nodes, which knows where its outputs carry
+the batch. So a place for the tensor is tried by its gradient: what is sent back from one half of
+the samples may reach rows of these samples only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from varreg.engine.layout import Layout, Lost, Place, only_sample
+from varreg.engine.marks import DERIVED, Derived, mark_of
+from varreg.engine.nodes import places_of
+from varreg.engine.trial import FAILURES, rows_of, samples_in, splits
+
+Edge = tuple[Any, int, Place]  # a node, which of its outputs, and where that carries the batch
+
+
+def graph_of(t: Tensor) -> Iterator[Any]:
+    """Yield the nodes of the graph that made a tensor."""
+    seen: set[Any] = set()
+    stack = [t.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            stack += [n for n, _ in node.next_functions]
+
+
+def place_unseen(
+    t: Tensor, batch: int, candidates: Sequence[Place], name_of: Callable[[Tensor], str | None]
+) -> Place | Lost | Derived:
+    """Return where a tensor of unknown origin carries the batch, or that it is made of parameters.
+
+    `name_of` tells the names of observed parameters.
+    """
+    edges, parameters = _origins(t, name_of)
+    if not edges:
+        return DERIVED if parameters else Lost(_what(t))
+    if parameters:
+        names = ", ".join(f"'{n}'" for n in dict.fromkeys(parameters))
+        return Lost(f"{_what(t)} from the batch and {names}")
+    if batch == 1:
+        return only_sample(t)
+    if direct := [place for node, nr, place in edges if node is t.grad_fn and nr == t.output_nr]:
+        return direct[0]
+    fits = [place for place in candidates if _sends_back(t, place, edges)]
+    return fits[0] if len(fits) == 1 else Lost(_what(t))
+
+
+def _what(t: Tensor) -> str:
+    return (
+        f"a tensor of shape {tuple(t.shape)} was made by an operation that is not a torch function"
+    )
+
+
+def candidates_for(t: Tensor, batch: int) -> list[Place]:
+    """Return the places that the sizes allow."""
+    return [Layout(batch, dim) for dim, size in enumerate(t.shape) if size == batch]
+
+
+def _origins(t: Tensor, name_of: Callable[[Tensor], str | None]) -> tuple[list[Edge], list[str]]:
+    """Return the edges at which the graph leads to our nodes or to inputs, and the names of
+    parameters that it reaches without them."""
+    edges: list[Edge] = []
+    parameters: list[str] = []
+    seen: set[Any] = set()
+    stack: list[tuple[Any, int]] = [(t.grad_fn, t.output_nr)]
+    while stack:
+        edge = stack.pop()
+        node, number = edge
+        if node is None or edge in seen:
+            continue
+        seen.add(edge)
+        places = places_of(node)
+        leaf = getattr(node, "variable", None)
+        if places is not None:
+            place = places[number] if number < len(places) else None
+            if place is not None:
+                edges.append((node, number, place))
+        elif leaf is not None:
+            where, name = mark_of(leaf), name_of(leaf)
+            if isinstance(where, Place):
+                edges.append((node, number, where))
+            elif name is not None:
+                parameters.append(name)
+        else:
+            stack += [(n, k) for n, k in node.next_functions]
+    return edges, parameters
+
+
+def _sends_back(t: Tensor, place: Place, edges: list[Edge]) -> bool:
+    """Try whether the gradient of each sample's rows reaches rows of that sample only."""
+    ends = [torch.autograd.graph.GradientEdge(node, number) for node, number, _ in edges]
+    moved = torch.zeros(place.batch, dtype=torch.bool)
+    for chosen in splits(place.batch):
+        cotangent = torch.where(rows_of(t, place, chosen), torch.randn_like(t), 0)
+        try:
+            options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+            grads = torch.autograd.grad([t], ends, [cotangent], **options)
+        except FAILURES:
+            return False
+        for grad, (_, _, at) in zip(grads, edges, strict=True):
+            if grad is None:
+                continue
+            hit = grad != 0
+            if bool((hit & rows_of(grad, at, ~chosen)).any()):
+                return False
+            moved |= samples_in(hit, at)
+    return bool(moved.all())
