@@ -100,17 +100,24 @@ class Scale(torch.autograd.Function):
         return (grad * w).sum_to_size(v.shape), (grad * v).sum_to_size(w.shape)
 
 
-@torch.jit.script
+def script(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Compile a function by TorchScript, which torch discourages and people use."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(function)
+
+
+@script
 def scripted_gate(v: Tensor) -> Tensor:
     return v * v.sigmoid()
 
 
-@torch.jit.script
+@script
 def scripted_swap(v: Tensor) -> Tensor:
     return v.transpose(0, 1).tanh()
 
 
-@torch.jit.script
+@script
 def scripted_scale(v: Tensor, w: Tensor) -> Tensor:
     return v * w
 
@@ -1978,7 +1985,7 @@ def tell(graph: Graph, verdict: Verdict, smaller: Graph) -> str:
     return f"\nFAILURE, seed {graph.seed}: {verdict.kind}: {verdict.told[:400]} [{verdict.where}]\nrepeat: {again}\n{smaller}"
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, engine: Engine = Engine()) -> int:  # noqa: B008
     parser = argparse.ArgumentParser(prog="python -m tests.graphs", description="Judge random models against the definition.")
     parser.add_argument("--seconds", type=float, default=120, help="how long (default: 120)")
     parser.add_argument("--count", type=int, default=sys.maxsize, help="at most so many graphs")
@@ -1988,7 +1995,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if options.show is not None:
-        return show(options.show)
+        return show(options.show, engine)
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1 << 40)
     print(f"seeds from {seed}", flush=True)
     tally, begin, judged = Tally(), time.monotonic(), 0
@@ -1997,27 +2004,27 @@ def main(arguments: list[str] | None = None) -> int:
         seed += 1
         if graph is None:
             continue
-        verdict = judge(graph)
+        verdict = judge(graph, engine)
         tally.add(graph, verdict)
         judged += verdict.kind != "unclear"
         if verdict.failed:
             few = len(tally.failures) <= options.shrink
-            print(tell(graph, verdict, shrink(graph, verdict) if few else graph), flush=True)
+            print(tell(graph, verdict, shrink(graph, verdict, engine) if few else graph), flush=True)
     print("\n" + tally.report(time.monotonic() - begin))
     return 1 if tally.failures else 0
 
 
-def show(seed: int) -> int:
+def show(seed: int, engine: Engine) -> int:
     graph = draw_or_none(seed)
     if graph is None:
         print(f"seed {seed} comes to nothing: no graph is drawn from it")
         return 0
-    verdict = judge(graph)
+    verdict = judge(graph, engine)
     print(f"{graph}\n\n{verdict.kind}{', samples meet' if verdict.meet else ''}: {verdict.told}")
     if not verdict.failed:
         return 0
-    smaller = shrink(graph, verdict)
-    print(f"\nshrunk, {judge(smaller).told}:\n{smaller}")
+    smaller = shrink(graph, verdict, engine)
+    print(f"\nshrunk, {judge(smaller, engine).told}:\n{smaller}")
     return 1
 
 
