@@ -19,8 +19,9 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -174,7 +175,9 @@ class Usage(NamedTuple):
     between: str = ""  # or "no_grad", "abandoned", "grad": what happens between steps
     dead: tuple[int, ...] = ()  # steps whose inputs are zeros
     alike: tuple[int, ...] = ()  # steps in which all samples are the same
-    unborn: bool = False  # are parameters zero in the first step?
+    unborn: bool = False  # are bare parameters zero in the first step?
+    frozen: str = ""  # a member that is not trained
+    batch_dim: int = 0  # where inputs have the batch
 
 
 @dataclass(frozen=True)
@@ -195,7 +198,10 @@ class Graph:
         lines = ["class Model(nn.Module):", "    def __init__(s):", "        super().__init__()"]
         lines += [f"        s.{name} = {code}" for name, code in self.members]
         names = [i.name for i in self.inputs]
-        lines += ["", f"    def forward(s, {', '.join(names)}):", f"        B = {names[0]}.shape[0]"]
+        lines += ["", f"    def forward(s, {', '.join(names)}):"]
+        if self.usage.batch_dim:
+            lines += [f"        {n} = {n}.movedim({self.usage.batch_dim}, 0)" for n in names]
+        lines += [f"        B = {names[0]}.shape[0]"]
         lines += [f"        {line}" for step in self.steps for line in step.code.split("\n")]
         outputs = [o.name for o in self.outputs]
         if self.form == "dict":
@@ -216,7 +222,10 @@ class Graph:
         names: dict[str, Any] = dict(NAMES)
         exec(compile(self.code, f"<graph {self.seed}>", "exec"), names)
         torch.manual_seed(self.seed)
-        return names["Model"]().double()
+        model = names["Model"]().double()
+        for name, p in model.named_parameters():
+            p.requires_grad_(name.split(".")[0] != self.usage.frozen)
+        return model
 
 
 def live(graph: Graph) -> Graph:
@@ -362,7 +371,13 @@ class Draft:
         """An expression of parameters alone, of that shape."""
         if not shape or self.chance(0.6):
             return self.weight(*shape)
-        words = {"s": shape, "r": shape[1:], "o": shape[0] + 2, "k": self.size(), "m": math.prod(shape)}
+        words = {
+            "s": shape,
+            "r": shape[1:],
+            "o": shape[0] + 2,
+            "k": self.size(),
+            "m": math.prod(shape),
+        }
         words |= {"at": self.rng.randrange(len(shape)), "first": shape[0]}
         words["sizes"] = ", ".join(map(str, shape))
         table = SHARED
@@ -401,7 +416,12 @@ class Draft:
     ) -> Value:  # fmt: skip
         """Add a step: some lines, then an expression whose value is kept. Both are drawn from tables."""
         v = reads[0] if reads else self.values[0]
-        known = {"v": v.name, "u": reads[-1].name if reads else "", "n": v.shape[-1], "k": self.size()}
+        known = {
+            "v": v.name,
+            "u": reads[-1].name if reads else "",
+            "n": v.shape[-1],
+            "k": self.size(),
+        }
         known |= {"word": self.one("", "dim=", "axis="), "only": self.one("", "dim=")}
         known |= {"keep": self.one("", ", keepdim=True"), **words}
         name = f"v{len(self.steps)}"
@@ -527,7 +547,13 @@ def conv(d):
 @step(0.7)
 def conv_transpose(d):
     v = d.pick(lambda v: len(v.shape) == 3 and v.dim == 0)
-    d.add("ConvTranspose", "[[nn.ConvTranspose1d({c}, {k}, 2, stride={s})]]({v})", v, c=v.shape[1], s=d.one(1, 2))
+    d.add(
+        "ConvTranspose",
+        "[[nn.ConvTranspose1d({c}, {k}, 2, stride={s})]]({v})",
+        v,
+        c=v.shape[1],
+        s=d.one(1, 2),
+    )
 
 
 @step(1.5)
@@ -718,7 +744,14 @@ def masked_write(d):
             "$ = torch.zeros_like(h$).index_add(0, i$, {f}(h$[i$])).view({v}.shape)"
         ),
     )
-    d.add("experts", "$ * 1.0", v, m, lines=lines, f=d.module(f"nn.Linear({v.shape[-1]}, {v.shape[-1]})"))
+    d.add(
+        "experts",
+        "$ * 1.0",
+        v,
+        m,
+        lines=lines,
+        f=d.module(f"nn.Linear({v.shape[-1]}, {v.shape[-1]})"),
+    )
 
 
 # Shapes.
@@ -743,7 +776,17 @@ def reshape(d):
             {v}.flatten(1) | {v}.reshape(B, -1) | {v}.reshape(len({v}), -1) | torch.flatten({v}, 1)
             {v}.reshape(B, {new}) | {v}.reshape(-1, {new}) | torch.reshape({v}, (B, {new}))
         """)
-    d.add("reshape", table, v, dim=d.signed(k, v), at=k, next=k + 1, pair=pair, split=split, new=d.text(*new))
+    d.add(
+        "reshape",
+        table,
+        v,
+        dim=d.signed(k, v),
+        at=k,
+        next=k + 1,
+        pair=pair,
+        split=split,
+        new=d.text(*new),
+    )
 
 
 @step(1.5)
@@ -783,7 +826,13 @@ def move(d):
     v = d.pick(lambda v: len(v.shape) > 1)
     n = len(v.shape)
     (a, b), order = d.rng.sample(range(n), 2), d.rng.sample(range(n), n)
-    words = {"a": a, "b": b, "sa": d.signed(a, v), "sb": d.signed(b, v), "order": ", ".join(map(str, order))}
+    words = {
+        "a": a,
+        "b": b,
+        "sa": d.signed(a, v),
+        "sb": d.signed(b, v),
+        "order": ", ".join(map(str, order)),
+    }
     new = "".join("abcde"[k] for k in order)
     d.add(
         "move",
@@ -886,7 +935,13 @@ def two_views(d):
     part = d.one(".chunk(2)", ".chunk(2, dim=0)", ".split(B)", ".split([B, B])", ".tensor_split(2)",
                  ".unflatten(0, (2, B)).unbind(0)")  # fmt: skip
     table = forms("a$ * b$ | a$ - 2 * b$ | torch.cat([a$, b$], 1) | a$.tanh() + b$")
-    d.add("two views of the batch", table, v, u, lines=f"a$, b$ = {f}(torch.cat([{v.name}, {u.name}])){part}")
+    d.add(
+        "two views of the batch",
+        table,
+        v,
+        u,
+        lines=f"a$, b$ = {f}(torch.cat([{v.name}, {u.name}])){part}",
+    )
 
 
 PARTS = forms("""
@@ -922,7 +977,15 @@ def index(d):
         if k == v.dim or d.chance(0.4):
             items.append(":")
             continue
-        choices = [":", str(d.rng.randrange(n)), "-1", "::2", "None, :", f"{n - 1}:", *(["1:", ":-1"] if n > 1 else [])]
+        choices = [
+            ":",
+            str(d.rng.randrange(n)),
+            "-1",
+            "::2",
+            "None, :",
+            f"{n - 1}:",
+            *(["1:", ":-1"] if n > 1 else []),
+        ]
         if not advanced:
             few = ", ".join(str(d.rng.randrange(n)) for _ in range(d.size()))
             mask = ", ".join([*(d.one("True", "False") for _ in range(n - 1)), "True"])
@@ -956,7 +1019,16 @@ def gather(d):
     v = d.pick()
     k = d.other(v)
     few = [d.rng.randrange(v.shape[k]) for _ in range(d.size())]
-    d.add("gather", GATHERS, v, dim=d.signed(k, v), at=k, other=d.other(v), few=few, size=d.one(1, v.shape[k]))
+    d.add(
+        "gather",
+        GATHERS,
+        v,
+        dim=d.signed(k, v),
+        at=k,
+        other=d.other(v),
+        few=few,
+        size=d.one(1, v.shape[k]),
+    )
 
 
 @step(0.6)
@@ -1153,7 +1225,15 @@ def einsum(d):
         torch.einsum('{equation}', {names}).mul_(0.5) | torch.einsum({numbers}, {out})
     """)
     names = ", ".join(name for _, name in operands)
-    d.add("einsum", table, v, equation=equation, names=names, numbers=numbers, out=[present.index(c) for c in out])
+    d.add(
+        "einsum",
+        table,
+        v,
+        equation=equation,
+        names=names,
+        numbers=numbers,
+        out=[present.index(c) for c in out],
+    )
 
 
 @step(0.8)
@@ -1199,7 +1279,13 @@ PRODUCTS = {
 def product(d):
     v = d.pick(whole=True)
     place = len(v.shape), v.dim
-    kind = {(1, 0): "vector", (2, 0): "rows", (2, 1): "columns", (3, 0): "matrices", (3, 1): "heads"}.get(place, "features")
+    kind = {
+        (1, 0): "vector",
+        (2, 0): "rows",
+        (2, 1): "columns",
+        (3, 0): "matrices",
+        (3, 1): "heads",
+    }.get(place, "features")
     if kind in ("rows", "matrices", "heads") and d.chance(0.5):
         kind = "features"
     if kind == "features" and not features(v):
@@ -1216,7 +1302,13 @@ def hyper(d):
         ({v}.unsqueeze(1) @ {f}({v}).view(-1, {n}, {k})).squeeze(1)
     """)
     k = d.size()
-    d.add("weights of each sample", table, v, k=k, f=d.module(f"nn.Linear({v.shape[1]}, {v.shape[1] * k})"))
+    d.add(
+        "weights of each sample",
+        table,
+        v,
+        k=k,
+        f=d.module(f"nn.Linear({v.shape[1]}, {v.shape[1] * k})"),
+    )
 
 
 # Reductions.
@@ -1254,7 +1346,13 @@ def dims_of(d: Draft, v: Value) -> dict[str, Any]:
     k = d.other(v)
     some = tuple(d.signed(j, v) for j in d.rng.sample(v.rest, d.rng.randint(1, len(v.rest))))
     dim = d.signed(k, v)
-    return {"dim": dim, "dims": some if d.chance(0.3) else dim, "size": v.shape[k], "batch": v.dim, "front": v.dim == 0}
+    return {
+        "dim": dim,
+        "dims": some if d.chance(0.3) else dim,
+        "size": v.shape[k],
+        "batch": v.dim,
+        "front": v.dim == 0,
+    }
 
 
 @step(2.5)
@@ -1512,7 +1610,11 @@ def finish(d: Draft, seed: int) -> Graph:
         moved = v.name if v.dim == 0 else f"{v.name}.movedim({v.dim}, 0)"
         moved = f"{moved}.unsqueeze(1)" if len(v.shape) == 1 else moved
         joint = d.chance(0.4)
-        code = d.fill(d.one(*(JOINT_LOSSES if joint else LOSSES)), {"v": moved, "r": usage.reduction}, d.shared)
+        code = d.fill(
+            d.one(*(JOINT_LOSSES if joint else LOSSES)),
+            {"v": moved, "r": usage.reduction},
+            d.shared,
+        )
         d.steps.append(Step("joint loss" if joint else "loss", f"{name} = {code}", (v.name,), name))
         outputs = [Output(name, None), *(outputs[1:] if d.chance(0.5) else ())]
     parts = tuple(d.inputs), tuple(d.members), tuple(d.steps), tuple(outputs)
@@ -1539,6 +1641,8 @@ def draw_usage(d: Draft) -> Usage:
         dead=(d.rng.randrange(steps - 1),) if d.chance(0.1) else (),
         alike=(d.rng.randrange(steps - 1),) if d.chance(0.1) else (),
         unborn=d.chance(0.1),
+        frozen=d.rng.choice(d.members)[0] if d.members and d.chance(0.1) else "",
+        batch_dim=1 if all(i.shape for i in d.inputs) and d.chance(0.1) else 0,
     )
 
 
@@ -1559,17 +1663,34 @@ class Truth(NamedTuple):
     scale: float  # the largest gradient there is
 
 
-Call = tuple[tuple[Tensor, ...], Tensor]  # inputs, and the weight of each sample in the loss
+class Call(NamedTuple):
+    """A micro-batch: inputs with the batch in front, and the weight of each sample in the loss."""
+
+    inputs: tuple[Tensor, ...]
+    weights: Tensor
+
+    def row(self, i: int) -> Call:
+        return Call(tuple(t[i : i + 1] for t in self.inputs), self.weights[i : i + 1])
+
+    def with_others(self, i: int, fresh: Call) -> Call:
+        """The same with other samples in place of all but the i-th."""
+        keep = torch.arange(len(self.weights)) == i
+        pairs = zip(self.inputs, fresh.inputs, strict=True)
+        shape = (-1, *[1] * 9)
+        mixed = (torch.where(keep.view(shape[: a.dim()]), a, b) for a, b in pairs)
+        return self._replace(inputs=tuple(mixed))
 
 
-def outputs_of(graph: Graph, result: Any) -> list[Tensor]:
+def run(graph: Graph, model: nn.Module, call: Call) -> list[Tensor]:
+    """Call the model, and return its outputs in order."""
+    result = model(*(t.movedim(0, graph.usage.batch_dim) for t in call.inputs))
     if graph.form == "dict":
         return [result[o.name] for o in graph.outputs]
     return list(result) if isinstance(result, tuple) else [result]
 
 
 def loss_of(graph: Graph, outputs: list[Tensor], weights: Tensor, total: int) -> Tensor:
-    """The loss of a micro-batch out of `total` samples: of the graph's own making, and of its outputs.
+    """Return the loss of a micro-batch out of `total` samples.
 
     It is not linear in outputs, and samples have different weights, so that nothing cancels.
     """
@@ -1586,22 +1707,25 @@ def loss_of(graph: Graph, outputs: list[Tensor], weights: Tensor, total: int) ->
     return loss
 
 
-def gradients_of(graph: Graph, model: nn.Module, call: Call, total: int) -> tuple[list[Tensor], Tensor, dict[str, Tensor]]:
-    """Run plain torch: outputs, loss, gradients."""
-    outputs = outputs_of(graph, model(*call[0]))
-    loss = loss_of(graph, outputs, call[1], total)
-    named = dict(model.named_parameters())
-    for p in named.values():
-        p.grad = None
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p for n, p in model.named_parameters() if p.requires_grad}
+
+
+def differentiate(
+    graph: Graph,
+    model: nn.Module,
+    call: Call,
+    total: int,
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Run plain torch, forward and backward: outputs and gradients."""
+    outputs = run(graph, model, call)
+    loss = loss_of(graph, outputs, call.weights, total)
+    model.zero_grad()
     if not loss.requires_grad:
         raise UnclearError("no parameter is reached")
     loss.backward()
-    found = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()}
-    return outputs, loss.detach(), found
-
-
-def row(call: Call, i: int) -> Call:
-    return tuple(t[i : i + 1] for t in call[0]), call[1][i : i + 1]
+    named = trained(model).items()
+    return outputs, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
 
 
 def gap_of(actual: Tensor, expected: Tensor) -> float:
@@ -1609,64 +1733,82 @@ def gap_of(actual: Tensor, expected: Tensor) -> float:
     return math.inf if math.isnan(gap) else gap
 
 
-def truth_of(graph: Graph, model: nn.Module, call: Call, fresh: Call, total: int) -> Truth:
-    """Run a micro-batch whole and one sample at a time. `fresh` has other samples, for the case that the two differ."""
-    batch, mean = len(call[1]), graph.usage.reduction == "mean"
-    outputs, loss, whole = gradients_of(graph, model, call, total)
-    if not (all(bool(g.isfinite().all()) for g in whole.values()) and all(bool(t.isfinite().all()) for t in outputs)):
-        raise UnclearError("overflow")
-    singles = [gradients_of(graph, model, row(call, i), 1) for i in range(batch)]
-    gradients = {n: torch.stack([s[2][n] for s in singles]) for n in whole}
-    sizes = [float(g.abs().max()) for g in [*whole.values(), *gradients.values()] if g.numel()]
-    scale = max(0.01, *sizes)  # smaller ones are 0 but for rounding, or nearly so
-    if scale > 1e6:
-        raise UnclearError("gradients are large")
-    size = max(1.0, *(float(t.abs().max()) for t in outputs if t.numel()))
-    factor = total if mean else 1
-    apart = max(gap_of(whole[n], g.sum(0) / factor) for n, g in gradients.items())
-    shown = abs(float(sum(s[1] for s in singles)) / factor - float(loss))
-    for k, o in enumerate(graph.outputs):
-        if o.dim is not None:
-            alone = [s[0][k] for s in singles]
-            if any(t.shape[o.dim] != 1 for t in alone) or outputs[k].shape[o.dim] != batch:
+def size_of(tensors: Iterable[Tensor], least: float) -> float:
+    """Return the largest finite number there is."""
+    return max([least, *(float(t.nan_to_num(0, 0, 0).abs().max()) for t in tensors if t.numel())])
+
+
+def gap_of_outputs(graph: Graph, whole: list[Tensor], singles: list[list[Tensor]]) -> float:
+    """How far are outputs of the whole batch from those of single samples?
+
+    Only those that have a gradient count: on others no parameter depends.
+    """
+    gap = 0.0
+    for k, (o, t) in enumerate(zip(graph.outputs, whole, strict=True)):
+        alone = [outputs[k] for outputs in singles]
+        if o.dim is None:
+            joined = torch.stack(alone)
+            joined = joined.mean() if graph.usage.reduction == "mean" else joined.sum()
+        else:
+            if any(a.shape[o.dim] != 1 for a in alone):
                 raise UnclearError("the shape depends on the batch")
             joined = torch.cat(alone, o.dim)
-            if joined.shape != outputs[k].shape:
-                raise UnclearError("the shape depends on the batch")
-            if outputs[k].requires_grad:  # no gradient depends on what another output is
-                shown = max(shown, gap_of(joined, outputs[k]))
-    shown = math.inf if math.isnan(shown) else shown
-    if apart <= 1e-11 * scale and shown <= 1e-10 * size:
+        if joined.shape != t.shape:
+            raise UnclearError("the shape depends on the batch")
+        if t.requires_grad:
+            gap = max(gap, gap_of(joined, t))
+    return gap
+
+
+def truth_of(graph: Graph, model: nn.Module, call: Call, fresh: Call, total: int) -> Truth:
+    """Run a micro-batch whole, and one sample at a time.
+
+    Where the two differ, other samples from `fresh` tell whether samples meet. Where gradients are those
+    of single samples all the same, though outputs are not, an engine may be right: numbers decide.
+    """
+    batch = len(call.weights)
+    outputs, whole = differentiate(graph, model, call, total)
+    if not all(bool(t.isfinite().all()) for t in (*whole.values(), *outputs)):
+        raise UnclearError("overflow")
+    singles = [differentiate(graph, model, call.row(i), 1) for i in range(batch)]
+    gradients = {n: torch.stack([g[n] for _, g in singles]) for n in whole}
+    scale = size_of([*whole.values(), *gradients.values()], 0.01)  # what is less is 0 but for rounding
+    if scale > 1e6:
+        raise UnclearError("gradients are large")
+    factor = total if graph.usage.reduction == "mean" else 1
+    gap = max(gap_of(whole[n], g.sum(0) / factor) for n, g in gradients.items()) / scale
+    shown = gap_of_outputs(graph, outputs, [o for o, _ in singles]) / size_of(outputs, 1.0)
+    if gap <= 1e-11:
         return Truth(gradients, whole, outputs, False, scale)
-    if apart < 1e-6 * scale and shown < 1e-6 * size:
+    if gap < 1e-6 and shown < 1e-6:
         raise UnclearError("rounding")
-    if apart <= 1e-11 * scale:  # here, at these values, gradients are those of single samples all the same
-        return Truth(gradients, whole, outputs, False, scale)
-    if not influence(graph, model, call, fresh):
-        raise UnclearError("ties")
+    if not influence(graph, model, call, fresh, shown):
+        raise UnclearError("ties, or the size of the batch")
     return Truth(gradients, whole, outputs, True, scale)
 
 
-def influence(graph: Graph, model: nn.Module, call: Call, fresh: Call) -> bool:
-    """Does a sample change another's outputs, or their gradients, or a loss that is no sum?"""
-    batch = len(call[1])
-    if any(o.dim is None for o in graph.outputs):
+def influence(graph: Graph, model: nn.Module, call: Call, fresh: Call, shown: float) -> bool:
+    """Does a sample's output or gradient depend on others? Is a loss of forward's own no sum?"""
+    if shown > 1e-6 and any(o.dim is None for o in graph.outputs):
         return True
-    for i in range(batch):
-        keep = torch.arange(batch) == i
-        mixed = tuple(torch.where(keep.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(call[0], fresh[0], strict=True))
-        for o, a, b in zip(graph.outputs, outputs_of(graph, model(*call[0])), outputs_of(graph, model(*mixed)), strict=True):
-            if gap_of(a.select(o.dim, i), b.select(o.dim, i)) > 1e-9:
+    for i in range(len(call.weights)):
+        (a, da), (b, db) = (slopes(graph, model, c) for c in (call, call.with_others(i, fresh)))
+        for o, s, t in zip(graph.outputs, a, b, strict=True):
+            if o.dim is not None and s.requires_grad and gap_of(s.select(o.dim, i), t.select(o.dim, i)) > 1e-9:
                 return True
-    inputs = tuple(t.clone().requires_grad_() if t.is_floating_point() else t for t in call[0])
-    real = [t for t in inputs if t.requires_grad]
-    for o, t in zip(graph.outputs, outputs_of(graph, model(*inputs)), strict=True):
-        for i in range(batch if t.requires_grad and real else 0):
-            found = torch.autograd.grad(t.select(o.dim, i).square().sum(), real, retain_graph=True, allow_unused=True)
-            others = torch.arange(batch) != i
-            if any(g is not None and float(g[others].abs().sum()) > 1e-9 for g in found):
-                return True
+        if any(gap_of(s[i], t[i]) > 1e-9 for s, t in zip(da, db, strict=True)):
+            return True
     return False
+
+
+def slopes(graph: Graph, model: nn.Module, call: Call) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs, and the gradient of the summed loss with respect to every input of real numbers."""
+    inputs = tuple(t.clone().requires_grad_() if t.is_floating_point() else t for t in call.inputs)
+    real = [t for t in inputs if t.requires_grad]
+    outputs = run(graph, model, call._replace(inputs=inputs))
+    loss = loss_of(graph, outputs, call.weights, len(call.weights))
+    loss.backward()
+    return outputs, [torch.zeros_like(t) if t.grad is None else t.grad for t in real]
 
 
 # ---- the judge -----------------------------------------------------------------------------------
@@ -1679,75 +1821,85 @@ class Engine(NamedTuple):
     moments: Callable[[Tensor], Any] = varreg.moments
 
 
+ENGINE = Engine()
+
+
 class Verdict(NamedTuple):
-    """What came of a graph. Kinds: exact, refused, unclear; silent, wrong, missing, crash, leftover are failures."""
+    """What came of a graph: exact, refused or unclear; any other kind is a failure.
+
+    Silent: samples meet, and nothing was said. Wrong: a number. Missing: moments. Crash: an error that is not
+    the engine's own. Leftover: a mode on torch's stack.
+    """
 
     kind: str
     told: str = ""
     meet: bool = False
-    where: str = ""  # the function of the engine that refused
+    where: str = ""  # the function of the engine that raised
 
     @property
     def failed(self) -> bool:
         return self.kind not in ("exact", "refused", "unclear")
 
 
-def judge(graph: Graph, engine: Engine = Engine()) -> Verdict:  # noqa: B008
-    """Train a graph as its usage says, with the engine on it, and compare with the truth in the first and last step."""
+def judge(graph: Graph, engine: Engine = ENGINE) -> Verdict:
+    """Train a graph as its usage says, observed, and compare the first and last step with the truth."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            return _judge(graph, engine, told)
+            verdict = judge_steps(graph, engine, told)
     except UnclearError as reason:
-        return Verdict("unclear", str(reason))
+        verdict = Verdict("unclear", str(reason))
     finally:
         torch.set_default_dtype(default)
+        left = torch.overrides._get_current_function_mode_stack()
+        for _ in left:
+            torch.overrides._pop_mode()
+    if left and not verdict.failed:
+        return Verdict("leftover", f"after '{verdict.kind}', a mode is left on the stack")
+    return verdict
 
 
-def _judge(graph: Graph, engine: Engine, told: list[Any]) -> Verdict:
-    usage = graph.usage
+def judge_steps(graph: Graph, engine: Engine, told: list[Any]) -> Verdict:
+    usage, last = graph.usage, len(graph.usage.batches) - 1
+    model = graph.build()
+    plain, generator = copy.deepcopy(model), torch.Generator().manual_seed(graph.seed)
+    if not trained(model):
+        raise UnclearError("no parameter is trained")
     try:
-        model = graph.build()
-        plain = copy.deepcopy(model)
+        options = {
+            "groups": usage.groups,
+            "reduction": usage.reduction,
+            "batch_dim": usage.batch_dim,
+        }
+        observer = engine.observe(model, **options)
     except Exception as error:
-        raise UnclearError(f"cannot be built: {error}") from error
-    generator = torch.Generator().manual_seed(graph.seed)
-    noise = {n: torch.randn(p.shape, generator=generator) * 0.3 for n, p in model.named_parameters()}
-    if not noise:
-        raise UnclearError("no parameters")
-    observer = engine.observe(model, groups=usage.groups, reduction=usage.reduction)
-    meet = False
+        return raised(error, False)
+    found = Verdict("exact")
     try:
         for k, batches in enumerate(usage.batches):
             calls = [draw_call(graph, n, k, generator) for n in batches]
-            set_parameters(model, noise, k, usage.unborn)
-            set_parameters(plain, noise, k, usage.unborn)
-            truths = truths_of(graph, plain, calls, generator) if k in (0, len(usage.batches) - 1) else []
-            meet = any(t.meet for t in truths)
+            move_parameters((model, plain), k, usage.unborn, generator)
+            truths = truths_of(graph, plain, calls, generator) if k in (0, last) else []
             try:
                 shown = train(graph, model, calls, k)
             except Exception as error:
-                if not truths:
-                    truths = truths_of(graph, plain, calls, generator)
-                return _raised(error, any(t.meet for t in truths))
+                truths = truths or truths_of(graph, plain, calls, generator)
+                return raised(error, any(t.meet for t in truths))
             if truths:
                 found = compare(graph, engine, model, truths, shown, told)
                 if found.failed:
                     return found._replace(told=f"step {k}: {found.told}")
     finally:
         observer.remove()
-        left = torch.overrides._get_current_function_mode_stack()
-        for _ in left:
-            torch.overrides._pop_mode()
-    return Verdict("leftover", "a mode is left on the stack") if left else Verdict("exact", "", meet)
+    return found
 
 
-def _raised(error: Exception, meet: bool) -> Verdict:
-    """A refusal, or a crash."""
-    told = str(error)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "varreg" in f.filename and "<graph" not in f.filename]
+def raised(error: Exception, meet: bool) -> Verdict:
+    """Tell a refusal from a crash."""
+    told, package = str(error), str(Path(varreg.__file__).parent)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(package)]
     where = frames[-1].name if frames else ""
     if "varreg:" in told:
         return Verdict("refused", told[told.index("varreg:") :], meet, where)
@@ -1755,31 +1907,43 @@ def _raised(error: Exception, meet: bool) -> Verdict:
 
 
 def draw_call(graph: Graph, batch: int, k: int, generator: torch.Generator) -> Call:
-    """Fresh inputs for a step."""
+    """Draw fresh inputs for a step."""
     inputs = [i.draw(batch, generator) for i in graph.inputs]
     if k in graph.usage.dead:
         inputs = [torch.zeros_like(t) if t.is_floating_point() else t for t in inputs]
     if k in graph.usage.alike:
         inputs = [t[:1].expand(t.shape).clone() for t in inputs]
-    return tuple(inputs), torch.rand(batch, generator=generator) + 0.5
+    return Call(tuple(inputs), torch.rand(batch, generator=generator) + 0.5)
 
 
-def set_parameters(model: nn.Module, noise: dict[str, Tensor], k: int, unborn: bool) -> None:
-    """Move parameters a little, in place, as an optimizer would. Unborn ones are zero in the first step."""
+def move_parameters(
+    models: tuple[nn.Module, nn.Module],
+    k: int,
+    unborn: bool,
+    generator: torch.Generator,
+) -> None:
+    """Move parameters of both a little, in place, as an optimizer would. Unborn ones begin as zeros."""
     with torch.no_grad():
-        for n, p in model.named_parameters():
-            if not (unborn and n.split(".")[0].startswith("w")):
-                p.add_(noise[n] * k)
-            elif k == 0:
-                p.zero_()
-            else:
-                p.add_(noise[n])
+        for (n, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+            noise = torch.randn(p.shape, generator=generator) * 0.3
+            for t in (p, q):
+                if k:
+                    t.add_(noise)
+                elif unborn and n.startswith("w"):
+                    t.zero_()
 
 
-def truths_of(graph: Graph, plain: nn.Module, calls: list[Call], generator: torch.Generator) -> list[Truth]:
-    total = sum(len(c[1]) for c in calls)
+def truths_of(
+    graph: Graph,
+    plain: nn.Module,
+    calls: list[Call],
+    generator: torch.Generator,
+) -> list[Truth]:
+    sizes = [len(c.weights) for c in calls]
+    fresh = [draw_call(graph, n, -1, generator) for n in sizes]
     try:
-        return [truth_of(graph, plain, c, draw_call(graph, len(c[1]), -1, generator), total) for c in calls]
+        pairs = zip(calls, fresh, strict=True)
+        return [truth_of(graph, plain, c, other, sum(sizes)) for c, other in pairs]
     except UnclearError:
         raise
     except Exception as error:
@@ -1787,81 +1951,88 @@ def truths_of(graph: Graph, plain: nn.Module, calls: list[Call], generator: torc
 
 
 def train(graph: Graph, model: nn.Module, calls: list[Call], k: int) -> list[list[Tensor]]:
-    """One step of the observed model: all micro-batches. Returns their outputs."""
+    """Take one step of the observed model: all micro-batches. Returns their outputs."""
     usage, shown = graph.usage, []
     if usage.clearing == "each":
         for p in model.parameters():
             p.grad = None
     else:
         model.zero_grad(set_to_none=usage.clearing == "none")
-    total = sum(len(c[1]) for c in calls)
+    total = sum(len(c.weights) for c in calls)
     for call in calls:
-        outputs = outputs_of(graph, model(*call[0]))
-        loss_of(graph, outputs, call[1], total).backward()
+        outputs = run(graph, model, call)
+        loss_of(graph, outputs, call.weights, total).backward()
         shown.append([t.detach() for t in outputs])
     if k == 0 and usage.between:
-        inputs = calls[0][0]
-        if usage.between == "no_grad":
-            with torch.no_grad():
-                model(*inputs)
-        elif usage.between == "abandoned":
-            model(*inputs)
-        else:
-            loss = loss_of(graph, outputs_of(graph, model(*inputs)), calls[0][1], total)
-            torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        with torch.set_grad_enabled(usage.between != "no_grad"):
+            outputs = run(graph, model, calls[0])
+        if usage.between == "grad":
+            loss = loss_of(graph, outputs, calls[0].weights, total)
+            torch.autograd.grad(loss, list(trained(model).values()), allow_unused=True)
     return shown
 
 
 def compare(
-    graph: Graph, engine: Engine, model: nn.Module, truths: list[Truth], shown: list[list[Tensor]], told: list[Any]
+    graph: Graph,
+    engine: Engine,
+    model: nn.Module,
+    truths: list[Truth],
+    shown: list[list[Tensor]],
+    told: list[Any],
 ) -> Verdict:
     """Compare what the engine left with the truth."""
-    warned = " ".join(str(w.message) for w in told if "varreg:" in str(w.message))
     if any(t.meet for t in truths):
         return Verdict("silent", "samples meet, and nothing was said", True)
-    total, mean = sum(len(o) for t in truths for o in list(t.gradients.values())[:1]), graph.usage.reduction == "mean"
-    scale = max(t.scale for t in truths)
     for t, outputs in zip(truths, shown, strict=True):
-        if any(
-            a.shape != b.shape or gap_of(a, b) > 1e-10 * max(1.0, float(b.abs().max()))
-            for a, b in zip(outputs, t.outputs, strict=True)
-        ):
-            return Verdict("wrong", "outputs are not those of the plain model")
-    for name, p in model.named_parameters():
-        whole = sum(t.whole[name] for t in truths)
+        for a, b in zip(outputs, t.outputs, strict=True):
+            if a.shape != b.shape or gap_of(a, b) > 1e-10 * size_of([b], 1.0):
+                return Verdict("wrong", "outputs are not those of the plain model")
+    warned = " ".join(str(w.message) for w in told if "varreg:" in str(w.message))
+    scale = max(t.scale for t in truths)
+    for name, p in trained(model).items():
+        whole = sum((t.whole[name] for t in truths), torch.zeros(()))
         grad = torch.zeros_like(p) if p.grad is None else p.grad
-        if gap_of(grad, whole) > TOLERANCE * float(whole.abs().max()) + 1e-12 * scale:
-            return Verdict("wrong", f"{name}.grad is off by {gap_of(grad, whole):.3g} of {float(whole.abs().max()):.3g}")
+        gap, size = gap_of(grad, whole), size_of([whole], 0.0)
+        if gap > TOLERANCE * size + 1e-12 * scale:
+            return Verdict("wrong", f"{name}.grad is off by {gap:.3g} of {size:.3g}")
+        parts = [t.gradients[name] for t in truths]
         m = engine.moments(p)
-        each = torch.cat([t.gradients[name] for t in truths])
-        if m is None:
-            if float(each.abs().max()) > 1e-11 * scale and name not in warned:
-                return Verdict("missing", f"{name} has a gradient and no moments")
-            continue
-        if m.count != total:
-            return Verdict("wrong", f"{name}: count is {m.count}, not {total}")
-        if graph.usage.groups is None:
-            expected = {"mean": each.mean(0), "second_moment": each.square().mean(0), "variance": each.var(0, correction=0)}
-        else:
-            expected = {"mean": each.mean(0)} | grouped(graph.usage.groups, [t.gradients[name] for t in truths])
-        size, most = float(each.square().mean(0).max()), scale * (1 if not mean else total)
-        for what, value in expected.items():
-            power = 1 if what == "mean" else 2
-            bound = TOLERANCE * (math.sqrt(size) if power == 1 else size) + 1e-12 * most**power
-            gap = gap_of(getattr(m, what), value)
-            if gap > bound:
-                return Verdict("wrong", f"{name}: {what} is off by {gap:.3g} of {float(value.abs().max()):.3g}")
+        if m is not None:
+            found = compare_moments(name, m, parts, graph.usage, scale)
+            if found.failed:
+                return found
+        elif size_of(parts, 0.0) > 1e-11 * scale and name not in warned:
+            return Verdict("missing", f"{name} has a gradient and no moments")
+    return Verdict("exact")
+
+
+def compare_moments(name: str, m: Any, parts: list[Tensor], usage: Usage, scale: float) -> Verdict:
+    """Compare moments of one parameter with those of its gradients, one part for each micro-batch."""
+    each = torch.cat(parts)
+    if m.count != len(each):
+        return Verdict("wrong", f"{name}: count is {m.count}, not {len(each)}")
+    expected = {"mean": each.mean(0)}
+    if usage.groups is None:
+        expected["second_moment"] = each.square().mean(0)
+        expected["variance"] = each.var(0, correction=0)
+    else:
+        expected |= grouped(usage.groups, parts)
+    size, most = size_of([each], 0.0), scale * (len(each) if usage.reduction == "mean" else 1)
+    for what, value in expected.items():
+        power, gap = 1 if what == "mean" else 2, gap_of(getattr(m, what), value)
+        if gap > TOLERANCE * size**power + 1e-12 * most**power:
+            return Verdict("wrong", f"{name}: {what} is off by {gap:.3g} of {size_of([value], 0.0):.3g}")
     return Verdict("exact")
 
 
 def grouped(k: int, parts: list[Tensor]) -> dict[str, Tensor]:
-    """The variance as the means of k groups of each micro-batch estimate it."""
+    """Return the variance as the means of k groups of each micro-batch estimate it, if they can."""
     groups = [g for part in parts for g in part.tensor_split(k)]
     m, n = sum(len(g) for g in groups), len(groups)
-    if n < 2 or m == 1:
+    if n < 2:
         return {}
     mean = torch.cat(parts).mean(0)
-    spread = sum(len(g) * (g.mean(0) - mean).square() for g in groups)
+    spread = torch.stack([len(g) * (g.mean(0) - mean).square() for g in groups]).sum(0)
     return {"variance": spread * (m - 1) / (n - 1) / m}
 
 
@@ -1896,14 +2067,17 @@ def without(graph: Graph, k: int, source: str) -> Graph:
     """The graph without its k-th step: `source` takes the place of what it wrote."""
     name = graph.steps[k].writes
     rest = [
-        s._replace(code=re.sub(rf"\b{name}\b", source, s.code), reads=tuple(source if r == name else r for r in s.reads))
+        s._replace(
+            code=re.sub(rf"\b{name}\b", source, s.code),
+            reads=tuple(source if r == name else r for r in s.reads),
+        )
         for s in graph.steps[k + 1 :]
     ]
     outputs = tuple(o._replace(name=source) if o.name == name else o for o in graph.outputs)
     return replace(graph, steps=(*graph.steps[:k], *rest), outputs=outputs)
 
 
-def shrink(graph: Graph, failure: Verdict, engine: Engine = Engine(), tries: int = 150) -> Graph:  # noqa: B008
+def shrink(graph: Graph, failure: Verdict, engine: Engine = ENGINE, tries: int = 150) -> Graph:
     """The smallest graph that is found to fail in the same way."""
     key = cause(failure)
     while True:
@@ -1985,13 +2159,19 @@ def tell(graph: Graph, verdict: Verdict, smaller: Graph) -> str:
     return f"\nFAILURE, seed {graph.seed}: {verdict.kind}: {verdict.told[:400]} [{verdict.where}]\nrepeat: {again}\n{smaller}"
 
 
-def main(arguments: list[str] | None = None, engine: Engine = Engine()) -> int:  # noqa: B008
+def main(arguments: list[str] | None = None, engine: Engine = ENGINE) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.graphs", description="Judge random models against the definition.")
     parser.add_argument("--seconds", type=float, default=120, help="how long (default: 120)")
     parser.add_argument("--count", type=int, default=sys.maxsize, help="at most so many graphs")
     parser.add_argument("--seed", type=int, default=None, help="the first seed (default: a fresh one)")
     parser.add_argument("--show", type=int, metavar="SEED", help="print one graph, judge it, shrink it if it fails")
-    parser.add_argument("--shrink", type=int, default=10, metavar="N", help="shrink the first N failures (default: 10)")
+    parser.add_argument(
+        "--shrink",
+        type=int,
+        default=10,
+        metavar="N",
+        help="shrink the first N failures (default: 10)",
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if options.show is not None:

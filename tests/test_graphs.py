@@ -39,7 +39,8 @@ def graph_of(*codes: str, dim: int | None = 0, usage: Usage = Usage(((4,), (3,))
         name = f"v{k}"
     members = (("m", "nn.Linear(3, 2)"), ("w", "weight(2)"))
     return replace(
-        graphs.live(Graph(7, (Input("x", (3,)),), members, tuple(steps), (Output(name, dim),), usage=usage)), **changes
+        graphs.live(Graph(7, (Input("x", (3,)),), members, tuple(steps), (Output(name, dim),), usage=usage)),
+        **changes,
     )
 
 
@@ -94,7 +95,10 @@ def test_a_right_engine_is_exact():
     [
         Usage(((4,), (2, 3)), reduction=reduction, clearing=clearing, between=between, groups=groups)
         for reduction, clearing, between, groups in itertools.product(
-            ("mean", "sum"), ("none", "zeros", "each"), ("", "no_grad", "abandoned", "grad"), (None, 2)
+            ("mean", "sum"),
+            ("none", "zeros", "each"),
+            ("", "no_grad", "abandoned", "grad"),
+            (None, 2),
         )
     ],
     ids=lambda u: "-".join(str(v) for v in u[1:5]),
@@ -211,7 +215,12 @@ def test_a_loss_that_is_no_sum_must_be_refused(code):
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("code", graphs.LOSSES)
 def test_a_loss_that_is_a_sum_keeps_samples_apart(code, reduction):
-    graph = graph_of("s.m(v)", code.format(v="v", r=reduction), dim=None, usage=Usage(((4,),), reduction=reduction))
+    graph = graph_of(
+        "s.m(v)",
+        code.format(v="v", r=reduction),
+        dim=None,
+        usage=Usage(((4,),), reduction=reduction),
+    )
     assert judge(graph, blind()).kind == "missing"
 
 
@@ -265,9 +274,19 @@ def test_every_kind_of_step_is_drawn():
     for k, drawer in enumerate(steps):
         for seed in range(60):
             d = graphs.Draft(graphs.random.Random(1000 * k + seed))
-            for spec in (("x", (3, 2), 0), ("i", (2,), 3), ("k", (3,), 2), ("z", (3,), 0), ("y", (), 0)):
+            for spec in (
+                ("x", (3, 2), 0),
+                ("i", (2,), 3),
+                ("k", (3,), 2),
+                ("z", (3,), 0),
+                ("y", (), 0),
+            ):
                 d.enter(*spec)
-            for name, code in (("v0", "x.transpose(0, 1)"), ("v1", "x.flatten(0, 1)"), ("v2", "x.unsqueeze(1)")):
+            for name, code in (
+                ("v0", "x.transpose(0, 1)"),
+                ("v1", "x.flatten(0, 1)"),
+                ("v2", "x.unsqueeze(1)"),
+            ):
                 d.keep(Step("test", f"{name} = {code}", ("x",), name), tuple(d.values[:1]), 1)
             try:
                 drawer(d)
@@ -280,7 +299,13 @@ def test_every_kind_of_step_is_drawn():
 
 def test_what_fails_is_shrunk_to_its_cause():
     graph = graph_of(
-        "v.tanh()", "s.m(v)", "v.sin()", "v * s.w", "v.roll(1, 0)", "v + 1", usage=Usage(((4,), (3,), (2, 2)), between="no_grad")
+        "v.tanh()",
+        "s.m(v)",
+        "v.sin()",
+        "v * s.w",
+        "v.roll(1, 0)",
+        "v + 1",
+        usage=Usage(((4,), (3,), (2, 2)), between="no_grad"),
     )
     smaller = graphs.shrink(graph, judge(graph, blind()), blind())
     assert judge(smaller, blind()).kind == "silent"
