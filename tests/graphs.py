@@ -1,9 +1,10 @@
 """Random models, each judged against the definition: `python -m tests.graphs --seconds 120`.
 
-A graph is a program that a seed draws: a straight list of steps over named tensors. It is kept as data, so that it
-can be printed as Python code, run, and shrunk while a failure stays. Some graphs mix samples on purpose. What is
-right is decided by values alone: every sample is run by itself, in float64. Where the whole batch gives the same,
-the engine must be exact or refuse; where it does not, samples meet, and the engine must refuse.
+A graph is a program that a seed draws: a straight list of steps over named tensors. It is kept as
+data, so that it can be printed as Python code, run, and shrunk while a failure stays. Some graphs
+mix samples on purpose. What is right is decided by values alone: every sample is run by itself, in
+float64. Where the whole batch gives the same, the engine must be exact or refuse; where it does
+not, samples meet, and the engine must refuse.
 """
 
 from __future__ import annotations
@@ -124,9 +125,10 @@ def scripted_scale(v: Tensor, w: Tensor) -> Tensor:
 
 
 NAMES = {
-    "torch": torch, "nn": nn, "F": F, "checkpoint": checkpoint, "weight": weight, "Swish": Swish, "Detour": Detour,
-    "Swap": Swap, "Scale": Scale, "scripted_gate": scripted_gate, "scripted_swap": scripted_swap,
-    "scripted_scale": scripted_scale, "weight_norm": nn.utils.parametrizations.weight_norm,
+    "torch": torch, "nn": nn, "F": F, "checkpoint": checkpoint, "weight": weight, "Swish": Swish,
+    "Detour": Detour, "Swap": Swap, "Scale": Scale, "scripted_gate": scripted_gate,
+    "scripted_swap": scripted_swap, "scripted_scale": scripted_scale,
+    "weight_norm": nn.utils.parametrizations.weight_norm,
 }  # fmt: skip
 
 
@@ -211,11 +213,14 @@ class Graph:
         return "\n".join([*lines, f"        return {result}"])
 
     def __str__(self) -> str:
-        shapes = ", ".join(f"{i.name} [B{''.join(f', {n}' for n in i.shape)}]{' below ' + str(i.high) if i.high else ''}"
-                           for i in self.inputs)  # fmt: skip
-        told = ", ".join(f"{k}={v!r}" for k, v in self.usage._asdict().items() if v != Usage._field_defaults[k])
-        where = ", ".join(f"{o.name}: {'loss' if o.dim is None else o.dim}" for o in self.outputs)
-        return f"# seed {self.seed}; inputs {shapes}; batch of outputs at {where}; {told or 'plain usage'}\n{self.code}"
+        default = Usage._field_defaults
+        told = [f"{k}={v!r}" for k, v in self.usage._asdict().items() if v != default[k]]
+        high = [f" < {i.high}" if i.high else "" for i in self.inputs]
+        shapes = [f"{i.name} {('B', *i.shape)}{h}" for i, h in zip(self.inputs, high, strict=True)]
+        where = [f"{o.name}: {'a loss' if o.dim is None else o.dim}" for o in self.outputs]
+        about = {"inputs": shapes, "batch of outputs": where, "usage": told or ["plain"]}
+        lines = [f"#   {what}: {', '.join(parts)}" for what, parts in about.items()]
+        return "\n".join([f"# seed {self.seed}", *lines, self.code])
 
     def build(self) -> nn.Module:
         """The model, in double precision, with parameters that the seed draws."""
@@ -270,16 +275,16 @@ class Value(NamedTuple):
 def forms(text: str) -> tuple[str, ...]:
     """Split a table of templates: one in a line, or several with bars between them.
 
-    In a template, `{v}` and `{u}` are tensors and other names in braces are numbers or texts; `<n k>` is an
-    expression of parameters alone, of that shape; `[[nn.Linear({n}, {k})]]` is a layer of the model; `$` is the
-    name of the result.
+    In a template, `{v}` and `{u}` are tensors; other names in braces are numbers or texts; `<n k>`
+    is an expression of parameters alone, of that shape; `[[nn.Linear({n}, {k})]]` is a layer of the
+    model; `$` is the name of the result.
     """
     parts = (part.strip() for line in text.splitlines() for part in line.split(" | "))
     return tuple(part for part in parts if part)
 
 
 class Draft:
-    """A graph that grows. A step is run as it is drawn, with `SENTINEL` samples: that tells its shape."""
+    """A graph that grows. Each step is run as it is drawn: that tells its shape."""
 
     def __init__(self, rng: random.Random):
         self.rng = rng
@@ -337,7 +342,9 @@ class Draft:
 
     def text(self, *sizes: int) -> str:
         """Sizes as code: what is a multiple of the batch is written so."""
-        return ", ".join(str(n) if n <= 0 or n % SENTINEL else "B" if n == SENTINEL else f"{n // SENTINEL} * B" for n in sizes)
+        times = [n // SENTINEL if n > 0 and n % SENTINEL == 0 else 0 for n in sizes]
+        pairs = zip(sizes, times, strict=True)
+        return ", ".join("B" if t == 1 else f"{t} * B" if t else str(n) for n, t in pairs)
 
     def member(self, prefix: str, code: str, again: float) -> str:
         """A new member of the model, or one that there is already."""
@@ -414,7 +421,7 @@ class Draft:
         self, kind: str, table: str | tuple[str, ...], *reads: Value,
         lines: str | tuple[str, ...] = "", outer: int = 0, **words: Any,
     ) -> Value:  # fmt: skip
-        """Add a step: some lines, then an expression whose value is kept. Both are drawn from tables."""
+        """Add a step: some lines, then an expression that is kept, both drawn from tables."""
         v = reads[0] if reads else self.values[0]
         known = {
             "v": v.name,
@@ -427,7 +434,8 @@ class Draft:
         name = f"v{len(self.steps)}"
         parts = [p if isinstance(p, str) else self.rng.choice(p) for p in (lines, table)]
         before, kept = (self.fill(p, known, self.shared).replace("$", name) for p in parts)
-        return self.keep(Step(kind, f"{before}\n{name} = {kept}".strip(), _names(reads), name), reads, outer)
+        code, names = f"{before}\n{name} = {kept}".strip(), tuple(v.name for v in reads)
+        return self.keep(Step(kind, code, names, name), reads, outer)
 
     def keep(self, step: Step, reads: tuple[Value, ...], outer: int) -> Value:
         """Run a step, and keep it if its result is of use."""
@@ -457,10 +465,6 @@ class Draft:
     def forget(self, v: Value) -> None:
         """Leave out a value that was changed in place."""
         self.values = [u for u in self.values if u.name != v.name]
-
-
-def _names(values: tuple[Value, ...]) -> tuple[str, ...]:
-    return tuple(v.name for v in values)
 
 
 SHARED = forms("""
@@ -516,13 +520,8 @@ def sequence(v: Value) -> bool:
 
 @step(4)
 def linear(d):
-    d.add(
-        "Linear",
-        forms("""
-        [[nn.Linear({n}, {k})]]({v}) | [[nn.Linear({n}, {k}, bias=False)]]({v})
-    """),
-        d.pick(features),
-    )
+    table = forms("[[nn.Linear({n}, {k})]]({v}) | [[nn.Linear({n}, {k}, bias=False)]]({v})")
+    d.add("Linear", table, d.pick(features))
 
 
 @step(1)
@@ -617,14 +616,8 @@ def bilinear(d):
 @step(0.6)
 def prelu(d):
     v = d.pick(lambda v: len(v.shape) > 1 and v.dim != 1)
-    d.add(
-        "PReLU",
-        forms("""
-        [[nn.PReLU({c})]]({v}) | [[nn.PReLU(1)]]({v}) | F.prelu({v}, <c>)
-    """),
-        v,
-        c=v.shape[1],
-    )
+    table = forms("[[nn.PReLU({c})]]({v}) | [[nn.PReLU(1)]]({v}) | F.prelu({v}, <c>)")
+    d.add("PReLU", table, v, c=v.shape[1])
 
 
 @step(0.6)
@@ -1054,13 +1047,8 @@ def index_of_ids(d):
     i = d.ids()
     if len(i.shape) != 2:
         raise MisfitError
-    d.add(
-        "index",
-        forms("""
-        {v}.flatten(1)[:, 0] | {v}.flip(1) | {v}[:, 1:] | {v}.T | {v}.unsqueeze(1)
-    """),
-        i,
-    )
+    table = forms("{v}.flatten(1)[:, 0] | {v}.flip(1) | {v}[:, 1:] | {v}.T | {v}.unsqueeze(1)")
+    d.add("index", table, i)
 
 
 @step(0.8)
@@ -1107,17 +1095,8 @@ def write(d):
     rest = tuple(1 if q == v.dim else m for q, m in enumerate(v.shape) if q != k)
     words = {"k": k, "j": j, "at": ", ".join([":"] * k + [str(j)]), "w": rest, "n": v.shape[k]}
     lines = f"{d.rng.choice(BUFFERS)}\n{d.rng.choice(WRITES)}"
-    d.add(
-        "write",
-        forms("""
-        $ | $ * 1.0 | $.tanh()
-    """),
-        v,
-        d.twin(v),
-        lines=lines,
-        sizes=d.text(*v.shape),
-        **words,
-    )
+    table = forms("$ | $ * 1.0 | $.tanh()")
+    d.add("write", table, v, d.twin(v), lines=lines, sizes=d.text(*v.shape), **words)
 
 
 IN_PLACE = forms("""
@@ -1166,14 +1145,8 @@ def matmul(d):
         sizes += [(shape[-3], n, k)] * 2
     if len(shape) > 3 and v.dim == len(shape) - 2:
         sizes += [(*shape[-4:-2], n, k)]
-    d.add(
-        "matmul",
-        forms("""
-        {v} @ <w> | torch.matmul({v}, <w>) | {v}.matmul(<w>)
-    """),
-        v,
-        w=d.rng.choice(sizes),
-    )
+    table = forms("{v} @ <w> | torch.matmul({v}, <w>) | {v}.matmul(<w>)")
+    d.add("matmul", table, v, w=d.rng.choice(sizes))
 
 
 @step(1)
@@ -1183,14 +1156,8 @@ def matmul_from_the_left(d):
     sizes: list[tuple[int, ...]] = [(n,), (k, n), (k, n), (1, k, n), (2, 1, k, n)]
     if len(v.shape) > 2 and v.dim != len(v.shape) - 3:
         sizes += [(v.shape[-3], k, n)]
-    d.add(
-        "matmul from the left",
-        forms("""
-        <w> @ {v} | torch.matmul(<w>, {v})
-    """),
-        v,
-        w=d.rng.choice(sizes),
-    )
+    table = forms("<w> @ {v} | torch.matmul(<w>, {v})")
+    d.add("matmul from the left", table, v, w=d.rng.choice(sizes))
 
 
 @step(3)
@@ -1271,7 +1238,9 @@ PRODUCTS = {
         torch.tensordot({v}, <t n k>, dims=2) | torch.baddbmm(<k>, {v}, <n k>.expand(B, {n}, {k}))
         ({v} @ {v}.transpose(-1, -2)).softmax(-1) @ {v}
     """),
-    "heads": forms("torch.bmm({v}, <c n k>) | torch.baddbmm(<c 1 k>, {v}, <c n k>) | {v} @ <c n k>"),
+    "heads": forms("""
+        torch.bmm({v}, <c n k>) | torch.baddbmm(<c 1 k>, {v}, <c n k>) | {v} @ <c n k>
+    """),
 }  # fmt: skip
 
 
@@ -1393,8 +1362,8 @@ def vmapped(d):
     table = forms("a.tanh() * 2 | a.sin() | a * a | a * <> | a.exp().clamp(max=2)")
     if k != len(v.shape) - 1 and features(v):
         table += forms("a.softmax(-1) | F.linear(a, <k n>) | a * <n> | a.cumsum(-1) | a.flip(-1)")
-    table = tuple(f"torch.func.vmap(lambda a: {body}, in_dims={k}, out_dims={d.one(k, 0)})({{v}})" for body in table)
-    d.add("vmap over another dimension", table, v)
+    call = f"torch.func.vmap(lambda a: %s, in_dims={k}, out_dims={d.one(k, 0)})({{v}})"
+    d.add("vmap over another dimension", tuple(call % body for body in table), v)
 
 
 @step(0.5)
@@ -1406,7 +1375,8 @@ def one_by_one(d):
         torch.cat([{f}({v}[b : b + 1]) for b in range(B)])
         torch.stack([{f}(a) for a in {v}.unbind(0)], 1) | torch.func.vmap(lambda a: a @ <n k>)({v})
     """)
-    d.add("one sample after the other", table, v, f=d.module(f"nn.Linear({v.shape[-1]}, {d.size()})"))
+    f = d.module(f"nn.Linear({v.shape[-1]}, {d.size()})")
+    d.add("one sample after the other", table, v, f=f)
 
 
 # Steps in which samples meet.
@@ -1598,7 +1568,8 @@ def depends(d: Draft) -> set[str]:
 def finish(d: Draft, seed: int) -> Graph:
     """Choose outputs, or a loss, and a usage."""
     read, alive = {name for s in d.steps for name in s.reads}, depends(d)
-    ends = [v for v in d.values if v.name not in read and not v.high and (v.name in alive or d.chance(0.1))]
+    ends = [v for v in d.values if v.name not in read and not v.high]
+    ends = [v for v in ends if v.name in alive or d.chance(0.1)]
     ends = ends[-1:] + d.rng.sample(ends[:-1], min(len(ends[:-1]), d.one(0, 1, 2)))
     if not ends:
         raise MisfitError("no outputs")
@@ -1763,8 +1734,8 @@ def gap_of_outputs(graph: Graph, whole: list[Tensor], singles: list[list[Tensor]
 def truth_of(graph: Graph, model: nn.Module, call: Call, fresh: Call, total: int) -> Truth:
     """Run a micro-batch whole, and one sample at a time.
 
-    Where the two differ, other samples from `fresh` tell whether samples meet. Where gradients are those
-    of single samples all the same, though outputs are not, an engine may be right: numbers decide.
+    Where the two differ, other samples from `fresh` tell whether samples meet. Where gradients are
+    those of single samples all the same, whatever outputs are, an engine may be right.
     """
     batch = len(call.weights)
     outputs, whole = differentiate(graph, model, call, total)
@@ -1772,7 +1743,8 @@ def truth_of(graph: Graph, model: nn.Module, call: Call, fresh: Call, total: int
         raise UnclearError("overflow")
     singles = [differentiate(graph, model, call.row(i), 1) for i in range(batch)]
     gradients = {n: torch.stack([g[n] for _, g in singles]) for n in whole}
-    scale = size_of([*whole.values(), *gradients.values()], 0.01)  # what is less is 0 but for rounding
+    # Much less than a hundredth is zero but for rounding.
+    scale = size_of([*whole.values(), *gradients.values()], 0.01)
     if scale > 1e6:
         raise UnclearError("gradients are large")
     factor = total if graph.usage.reduction == "mean" else 1
@@ -1794,7 +1766,8 @@ def influence(graph: Graph, model: nn.Module, call: Call, fresh: Call, shown: fl
     for i in range(len(call.weights)):
         (a, da), (b, db) = (slopes(graph, model, c) for c in (call, call.with_others(i, fresh)))
         for o, s, t in zip(graph.outputs, a, b, strict=True):
-            if o.dim is not None and s.requires_grad and gap_of(s.select(o.dim, i), t.select(o.dim, i)) > 1e-9:
+            counts = o.dim is not None and s.requires_grad
+            if counts and gap_of(s.select(o.dim, i), t.select(o.dim, i)) > 1e-9:
                 return True
         if any(gap_of(s[i], t[i]) > 1e-9 for s, t in zip(da, db, strict=True)):
             return True
@@ -1827,8 +1800,8 @@ ENGINE = Engine()
 class Verdict(NamedTuple):
     """What came of a graph: exact, refused or unclear; any other kind is a failure.
 
-    Silent: samples meet, and nothing was said. Wrong: a number. Missing: moments. Crash: an error that is not
-    the engine's own. Leftover: a mode on torch's stack.
+    Silent: samples meet, and nothing was said. Wrong: a number. Missing: moments. Crash: an error
+    that is not the engine's own. Leftover: a mode on torch's stack.
     """
 
     kind: str
@@ -1842,7 +1815,7 @@ class Verdict(NamedTuple):
 
 
 def judge(graph: Graph, engine: Engine = ENGINE) -> Verdict:
-    """Train a graph as its usage says, observed, and compare the first and last step with the truth."""
+    """Train a graph as its usage says, and compare the first and last step with the truth."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -1899,8 +1872,8 @@ def judge_steps(graph: Graph, engine: Engine, told: list[Any]) -> Verdict:
 def raised(error: Exception, meet: bool) -> Verdict:
     """Tell a refusal from a crash."""
     told, package = str(error), str(Path(varreg.__file__).parent)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(package)]
-    where = frames[-1].name if frames else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = next((f.name for f in reversed(frames) if f.filename.startswith(package)), "")
     if "varreg:" in told:
         return Verdict("refused", told[told.index("varreg:") :], meet, where)
     return Verdict("crash", f"{type(error).__name__}: {told}", meet, where)
@@ -1922,7 +1895,7 @@ def move_parameters(
     unborn: bool,
     generator: torch.Generator,
 ) -> None:
-    """Move parameters of both a little, in place, as an optimizer would. Unborn ones begin as zeros."""
+    """Move parameters a little, in place, as an optimizer would. Unborn ones begin as zeros."""
     with torch.no_grad():
         for (n, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
             noise = torch.randn(p.shape, generator=generator) * 0.3
@@ -2007,7 +1980,7 @@ def compare(
 
 
 def compare_moments(name: str, m: Any, parts: list[Tensor], usage: Usage, scale: float) -> Verdict:
-    """Compare moments of one parameter with those of its gradients, one part for each micro-batch."""
+    """Compare a parameter's moments with its gradients, one part for each micro-batch."""
     each = torch.cat(parts)
     if m.count != len(each):
         return Verdict("wrong", f"{name}: count is {m.count}, not {len(each)}")
@@ -2021,7 +1994,8 @@ def compare_moments(name: str, m: Any, parts: list[Tensor], usage: Usage, scale:
     for what, value in expected.items():
         power, gap = 1 if what == "mean" else 2, gap_of(getattr(m, what), value)
         if gap > TOLERANCE * size**power + 1e-12 * most**power:
-            return Verdict("wrong", f"{name}: {what} is off by {gap:.3g} of {size_of([value], 0.0):.3g}")
+            told = f"{name}: {what} is off by {gap:.3g} of {size_of([value], 0.0):.3g}"
+            return Verdict("wrong", told)
     return Verdict("exact")
 
 
@@ -2043,7 +2017,8 @@ def simpler(graph: Graph) -> Iterator[Graph]:
     """Graphs that have less than this one."""
     usage = graph.usage
     if len(usage.batches) > 1:
-        yield replace(graph, usage=usage._replace(batches=usage.batches[-1:], dead=(), alike=(), between=""))
+        last = usage._replace(batches=usage.batches[-1:], dead=(), alike=(), between="")
+        yield replace(graph, usage=last)
         yield replace(graph, usage=usage._replace(batches=usage.batches[:1]))
         yield replace(graph, usage=usage._replace(batches=usage.batches[:1] + usage.batches[-1:]))
     for name, value in Usage._field_defaults.items():
@@ -2058,7 +2033,8 @@ def simpler(graph: Graph) -> Iterator[Graph]:
             yield live(without(graph, k, source))
     for k, step in enumerate(graph.steps):
         if graph.outputs[0].dim is not None and step.writes not in {o.name for o in graph.outputs}:
-            yield live(replace(graph, outputs=(Output(step.writes, 0),), steps=graph.steps[: k + 1]))
+            outputs = (Output(step.writes, 0),)
+            yield live(replace(graph, outputs=outputs, steps=graph.steps[: k + 1]))
     if graph.form == "dict":
         yield replace(graph, form="tuple")
 
@@ -2117,30 +2093,48 @@ class Tally:
         self.kinds: collections.Counter[str] = collections.Counter()
         self.refusals: collections.Counter[str] = collections.Counter()
         self.unclear: collections.Counter[str] = collections.Counter()
-        self.failures: list[tuple[Graph, Verdict]] = []
+        self.failures: dict[str, list[int]] = {}  # seeds by what failures have in common
 
-    def add(self, graph: Graph, verdict: Verdict) -> None:
-        self.kinds[verdict.kind + (", samples meet" if verdict.meet else "") if verdict.kind == "refused" else verdict.kind] += 1
-        if verdict.kind == "refused" and not verdict.meet:
+    def add(self, verdict: Verdict) -> None:
+        kind = verdict.kind
+        if kind == "refused" and verdict.meet:
+            kind = "refused, samples meet"
+        self.kinds[kind] += 1
+        if kind == "refused":
             self.refusals[f"{kind_of(verdict.told)} [{verdict.where}]"] += 1
-        if verdict.kind == "unclear":
+        if kind == "unclear":
             self.unclear[kind_of(verdict.told)] += 1
-        if verdict.failed:
-            self.failures.append((graph, verdict))
 
     def report(self, seconds: float) -> str:
-        judged = sum(self.kinds.values()) - self.kinds["unclear"]
-        apart = self.kinds["exact"] + self.kinds["refused"]
-        lines = [
-            f"{judged} graphs in {seconds:.0f} s ({judged / max(seconds, 1e-9):.0f} a second), {self.kinds['unclear']} more were drawn again"
-        ]
-        lines += [f"  {n:6}  {kind}" for kind, n in self.kinds.most_common() if kind != "unclear"]
-        lines += [
-            f"refused though samples are apart: {self.kinds['refused']} of {apart} ({100 * self.kinds['refused'] / max(apart, 1):.1f} %)"
-        ]
-        lines += [f"  {n:6}  {kind}" for kind, n in self.refusals.most_common(40)]
-        lines += ["drawn again:"] + [f"  {n:6}  {kind}" for kind, n in self.unclear.most_common(12)]
+        again, refused = self.kinds["unclear"], self.kinds["refused"]
+        judged, apart = self.kinds.total() - again, self.kinds["exact"] + refused
+        rate, share = judged / max(seconds, 1e-9), 100 * refused / max(apart, 1)
+        lines = [f"{judged} graphs in {seconds:.0f} s ({rate:.0f} a second); {again} drawn again"]
+        lines += _rows({k: n for k, n in self.kinds.items() if k != "unclear"}, 9)
+        lines += [f"refused though samples are apart: {refused} of {apart} ({share:.1f} %)"]
+        lines += [*_rows(self.refusals, 40), "drawn again:", *_rows(self.unclear, 12)]
+        for told, seeds in sorted(self.failures.items(), key=lambda item: -len(item[1])):
+            few = ", ".join(map(str, seeds[:6]))
+            lines += [f"FAILED {len(seeds)} times: {told}", f"        seeds {few}"]
         return "\n".join(lines)
+
+
+def _rows(counts: dict[str, int], most: int) -> list[str]:
+    return [f"  {n:6}  {what}" for what, n in collections.Counter(counts).most_common(most)]
+
+
+def signature(graph: Graph, verdict: Verdict) -> str:
+    """What a failure is about: its message, and the step that samples meet in, or parameters."""
+    told = re.sub(r"^step \d+: ", "", verdict.told)
+    if verdict.kind == "crash":
+        return cause(verdict)
+    if verdict.kind == "wrong" and "count" in told:
+        clearing, between = graph.usage.clearing, graph.usage.between or "nothing"
+        return f"wrong count; gradients cleared by '{clearing}', '{between}' between steps"
+    steps = [s for s in graph.steps if s.kind in ("mixing", "joint loss")]
+    steps = steps or [s for s in graph.steps if "s." in s.code] or list(graph.steps)
+    code = re.sub(r"s\.\w+", "w", "; ".join(steps[-1].code.split("\n")))
+    return f"{verdict.kind}: {re.sub(r'[a-z]*v[0-9]+', 'v', code)}"
 
 
 def draw_or_none(seed: int) -> Graph | None:
@@ -2155,43 +2149,42 @@ def draw_or_none(seed: int) -> Graph | None:
 
 
 def tell(graph: Graph, verdict: Verdict, smaller: Graph) -> str:
-    again = f"python -m tests.graphs --show {graph.seed}"
-    return f"\nFAILURE, seed {graph.seed}: {verdict.kind}: {verdict.told[:400]} [{verdict.where}]\nrepeat: {again}\n{smaller}"
+    """Return the report of one failure."""
+    where = f" [{verdict.where}]" if verdict.where else ""
+    told = f"FAILURE, seed {graph.seed}: {verdict.kind}: {verdict.told[:400]}{where}"
+    return f"\n{told}\nrepeat: python -m tests.graphs --show {graph.seed}\n{smaller}"
 
 
 def main(arguments: list[str] | None = None, engine: Engine = ENGINE) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.graphs", description="Judge random models against the definition.")
-    parser.add_argument("--seconds", type=float, default=120, help="how long (default: 120)")
-    parser.add_argument("--count", type=int, default=sys.maxsize, help="at most so many graphs")
-    parser.add_argument("--seed", type=int, default=None, help="the first seed (default: a fresh one)")
-    parser.add_argument("--show", type=int, metavar="SEED", help="print one graph, judge it, shrink it if it fails")
-    parser.add_argument(
-        "--shrink",
-        type=int,
-        default=10,
-        metavar="N",
-        help="shrink the first N failures (default: 10)",
-    )
+    parser = argparse.ArgumentParser("python -m tests.graphs", description=__doc__.split("\n")[0])
+    option = parser.add_argument
+    option("--seconds", type=float, default=120, help="how long (default: 120)")
+    option("--count", type=int, default=sys.maxsize, help="at most so many graphs")
+    option("--seed", type=int, help="the first seed (default: a fresh one)")
+    option("--show", type=int, metavar="SEED", help="print and judge one graph")
+    option("--shrink", type=int, default=10, metavar="N", help="shrink N failures (default: 10)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if options.show is not None:
         return show(options.show, engine)
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1 << 40)
     print(f"seeds from {seed}", flush=True)
-    tally, begin, judged = Tally(), time.monotonic(), 0
+    tally, begin, judged, failed = Tally(), time.monotonic(), 0, 0
     while time.monotonic() - begin < options.seconds and judged < options.count:
         graph = draw_or_none(seed)
         seed += 1
         if graph is None:
             continue
         verdict = judge(graph, engine)
-        tally.add(graph, verdict)
+        tally.add(verdict)
         judged += verdict.kind != "unclear"
         if verdict.failed:
-            few = len(tally.failures) <= options.shrink
-            print(tell(graph, verdict, shrink(graph, verdict, engine) if few else graph), flush=True)
+            failed += 1
+            smaller = shrink(graph, verdict, engine) if failed <= options.shrink else graph
+            tally.failures.setdefault(signature(smaller, verdict), []).append(graph.seed)
+            print(tell(graph, verdict, smaller), flush=True)
     print("\n" + tally.report(time.monotonic() - begin))
-    return 1 if tally.failures else 0
+    return 1 if failed else 0
 
 
 def show(seed: int, engine: Engine) -> int:
