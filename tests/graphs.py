@@ -1653,8 +1653,8 @@ class Call(NamedTuple):
 
 
 def run(graph: Graph, model: nn.Module, call: Call) -> list[Tensor]:
-    """Call the model, and return its outputs in order."""
-    result = model(*(t.movedim(0, graph.usage.batch_dim) for t in call.inputs))
+    """Call the model, and return its outputs in order. It may write into what it gets."""
+    result = model(*(t.clone().movedim(0, graph.usage.batch_dim) for t in call.inputs))
     if graph.form == "dict":
         return [result[o.name] for o in graph.outputs]
     return list(result) if isinstance(result, tuple) else [result]
@@ -2020,6 +2020,7 @@ def simpler(graph: Graph) -> Iterator[Graph]:
         last = usage._replace(batches=usage.batches[-1:], dead=(), alike=(), between="")
         yield replace(graph, usage=last)
         yield replace(graph, usage=usage._replace(batches=usage.batches[:1]))
+    if len(usage.batches) > 2:
         yield replace(graph, usage=usage._replace(batches=usage.batches[:1] + usage.batches[-1:]))
     for name, value in Usage._field_defaults.items():
         if name not in ("batches", "reduction") and getattr(usage, name) != value:

@@ -315,6 +315,17 @@ def test_what_fails_is_shrunk_to_its_cause():
     assert smaller.usage.between == ""
 
 
+@pytest.mark.parametrize("graph", [g for g in DRAWN if g.steps][:20], ids=lambda g: f"seed-{g.seed}")
+def test_what_is_simpler_is_less(graph):
+    """Else shrinking would turn in a circle."""
+    assert all(smaller != graph for smaller in graphs.simpler(graph))
+
+
+def test_a_graph_may_write_into_its_inputs():
+    steps = (Step("test", "v0 = x.mul_(2.0)", ("x",), "v0"), *graph_of("s.m(v)").steps)
+    assert judge(replace(graph_of("s.m(v)"), steps=steps)).kind == "exact"
+
+
 def test_the_command_counts_and_returns_a_code(capsys):
     good = next(g.seed for g in DRAWN if judge(g).kind == "exact")
     assert graphs.main(["--seed", str(good), "--count", "1"]) == 0
