@@ -1,14 +1,16 @@
 # Two commands do everything on a machine that has only Python 3 and make:
 #   make demo   compare VR-SGD with SGD on embedded data, fairly, and say what came out
 #   make test   the whole test suite
+# And make graphs judges random models against the definition: two minutes, or SECONDS=3600.
 # They set up a virtual environment in .venv once, and again only when the requirements change.
 
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+SECONDS ?= 120
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types docs docs-serve bench clean
+.PHONY: demo test graphs lint types docs docs-serve bench clean
 
 demo: $(VENV)/.lab
 	$(BIN)/varreg compare SGD VRSGD --task digits --out runs/demo
@@ -16,6 +18,9 @@ demo: $(VENV)/.lab
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
 	VARREG_NATIVE=0 $(BIN)/python -m pytest tests/test_conformance.py tests/test_update_rules.py  # once more without native code
+
+graphs: $(VENV)/.dev
+	$(BIN)/python -m tests.graphs --seconds $(SECONDS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
