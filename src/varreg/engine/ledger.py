@@ -121,6 +121,8 @@ class Ledger:
         self.pending: list[Contribution] = []
         self.arrived = 0  # uses in this window
         self.in_window = False
+        self.looked = False  # was clearing looked for in the backward that runs?
+        self.was_cleared = False  # since the last window closed
         self.sharded = False  # has each rank a part of the parameter? Then `merged` and `total` are of this one's part
         self._restart()
 
@@ -136,35 +138,59 @@ class Ledger:
         self._seen: tuple[int, int, int] | None = None  # address and version of p.grad when the last window closed
         self._grad: TensorWeakRef | None = None  # p.grad itself
 
-    def cleared(self, p: Tensor, look: bool) -> bool:
-        """Were gradients cleared since the last window? By None, or by zeros in place of a gradient that was not zero.
+    def written(self, p: Tensor) -> bool:
+        """Is p.grad another tensor than when the last window closed, or was it written to since?"""
+        grad = p.grad
+        assert grad is not None
+        return self._seen != _trace(grad) or self._grad is None or self._grad() is not grad
 
-        Zeros are looked for if `look`, or if p.grad is not the tensor that it was, or was written to.
+    def cleared(self, p: Tensor, look: bool) -> bool:
+        """Were gradients cleared since the last window? By None, or by zeros that somebody wrote.
+
+        Zeros are cleared if p.grad was not zero before, or if it was written to. Nothing writes between
+        micro-batches. Clipping and unscaling do, before a step, and leave zeros that were zeros: those
+        look like cleared ones, and sums restart, as they do after a step. `look` searches for zeros also
+        where no write is known: `p.grad.data` and NumPy leave no trace.
         """
         if p.grad is None:
             return self._seen is not None or self.merged is not None
-        if self.total is None or (not look and self._seen == _trace(p.grad)):
+        written = self.written(p)
+        if not (look or written) or not is_zero(local(p.grad)):
             return False
-        return is_zero(local(p.grad)) and not is_zero(self.total)
+        return written or (self.total is not None and not is_zero(self.total))
 
     def release(self, p: Tensor) -> None:
         """Gradients were cleared by None: let go of the memory, which the forward pass may need. They would start anew in any case."""
         if p.grad is None and self.total is not None and not (self.in_window or self.sharded or self.merged):
-            self._restart()
+            self._clear()
+
+    def look(self, p: Tensor) -> None:
+        """Start anew if gradients were cleared; once in a backward, before it writes to any gradient.
+
+        Later would be too late where gradients are views of one buffer, as DDP has them: a write to one
+        of them counts as a write to all.
+        """
+        if not (self.looked or self.in_window):
+            self._begin(p)
+        self.looked = True
 
     def open(self, p: Tensor) -> None:
         """A window begins for this parameter."""
-        if not self.in_window:
-            self._begin(p)
-            self.in_window = True
+        self.look(p)
+        self.in_window = True
+
+    def _clear(self) -> None:
+        """Gradients were cleared: sums start together with p.grad."""
+        self.was_cleared |= self._seen is not None
+        self._restart()
+        self.whole = True
 
     def _begin(self, p: Tensor) -> None:
         """Start anew if gradients were cleared. What is to be synchronised yet waits elsewhere than in the gradient of a sharded parameter."""
         self.sharded = is_sharded(p) and p.device_mesh.size() > 1  # type: ignore[attr-defined]
         # Whether there are zeros in all shards is found out when they are reduced.
         if (p.grad is None and not self.count) if self.sharded else (p.grad is None or self.cleared(p, look=True)):
-            self._restart()
-            self.whole = True
+            self._clear()
 
     def add(self, contribution: Contribution, dtype: torch.dtype) -> Tensor | None:
         """Take a use's contributions; returns their sum, which is the gradient to hand on."""
@@ -200,6 +226,10 @@ class Ledger:
         self.expected = max(0, self.expected - self.arrived)
         self.arrived = 0
         self.in_window = False
+        self.note(p)
+
+    def note(self, p: Tensor) -> None:
+        """Note the state of `p.grad`, to know later whether it was written to."""
         self._seen = None if p.grad is None else _trace(p.grad)
         self._grad = None if p.grad is None else TensorWeakRef(p.grad)
 
@@ -220,8 +250,7 @@ class Ledger:
         Where the parameter had no use in the window under way, `partition` is that of its batch, whose samples count all the same.
         """
         self.settle(p)
-        if not self.in_window:
-            self._begin(p)
+        self.look(p)
         if partition is not None:
             self.count, self.groups = self.count + partition.batch, self.groups + partition.groups
         return self.count, self.groups, self.square, not self.whole
@@ -233,9 +262,14 @@ class Ledger:
             self.awaits_gradient = False
 
     def signs(self, p: Tensor) -> tuple[bool, bool]:
-        """Of a sharded parameter, before gradients are reduced: is there something in this rank's part of its gradient, and was there?"""
+        """Of a sharded parameter, before gradients are reduced: is there something in this rank's part of its gradient; and, if not, was there,
+        or was it written to since?
+        """
         now = p.grad is not None and not is_zero(local(p.grad))
-        return now, self.merged is not None and self.total is not None and not is_zero(self.total)
+        if now or self.merged is None:
+            return now, False
+        lost = self.total is not None and not is_zero(self.total)
+        return now, lost or p.grad is None or self.written(p)
 
     def merge(self, count: int, groups: int, square: Tensor, total: Tensor | None) -> None:
         """The sums of all ranks since the last synchronisation, and the gradient that they now share."""
@@ -244,15 +278,21 @@ class Ledger:
         self.merged, self.total = Merged(count, groups, square), total
         self.count, self.groups, self.square = 0, 0, None
 
-    def read(self, p: Tensor) -> Moments | None:
-        """The moments; where `p` is sharded, of this rank's part."""
+    def read(self, p: Tensor, stepping: bool = False) -> Moments | None:
+        """The moments; where `p` is sharded, of this rank's part.
+
+        An optimizer that is `stepping` takes p.grad as it is: zeros that were measured as zeros are still
+        what was measured, whoever wrote them (a clip, an unscaling).
+        """
         if self.sharded and (self.merged is None or self.count):
             return None  # not synchronised: the sums are of whole tensors, and of this rank's samples
         count, groups, square = self.count, self.groups, self.square
         if self.merged is not None:
             count, groups = self.merged.count + count, self.merged.groups + groups
             square = self.merged.square if square is None else self.merged.square + square
-        if count == 0 or self.total is None or square is None or self.cleared(p, look=False):
+        if count == 0 or self.total is None or square is None:
+            return None
+        if self.cleared(p, look=False) and not (stepping and p.grad is not None and is_zero(self.total)):
             return None
         return Moments(count, groups, self.total, square, self.reduction)
 
