@@ -17,6 +17,7 @@ from tests.models import Fn, weight
 from tests.ranks import launch
 from tests.test_conformance import assert_moments
 from tests.truth import losses, one_at_a_time, sample_weights
+from varreg.engine.ledger import LEDGERS
 
 # ---- gradients that were zero, and were cleared --------------------------------------------------------------------
 
@@ -87,10 +88,9 @@ def test_zeros_that_were_there_before_the_first_backward():
     losses(model(x), w).mean().backward()
     assert_moments(model, g)
     zero_grad(model)
+    outside = sum(100 * p.sum() for p in model.parameters())
     with pytest.raises(RuntimeError, match="received a gradient from outside"):
-        for _ in model.parameters():
-            (losses(model(x), w).mean() + sum(100 * p.sum() for p in model.parameters())).backward()
-            zero_grad(model)
+        (losses(model(x), w).mean() + outside).backward()
 
 
 @pytest.mark.parametrize("buffer", ["own", "shared"])
@@ -160,3 +160,42 @@ def test_cleared_gradients_that_were_zero_among_processes(how):
     each = [{6}, {12}, {None}]
     for found in launch(several, 2, how):
         assert found == [*each, {6}, {12}, {18}, {24}, {None}, *each]
+
+
+# ---- moments that a user keeps -------------------------------------------------------------------------------------
+
+
+def values(m) -> list:
+    found = [m.count, m.groups, m.total, m.square, m.mean, m.second_moment, m.variance, m.rho]
+    return [v.clone() if isinstance(v, torch.Tensor) else v for v in found]
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+def test_moments_that_are_kept_stay_what_they_were(groups):
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    varreg.observe(model, groups=groups)
+    kept = []
+    for n in (5, 4, 6):
+        losses(model(torch.randn(n, 4)), sample_weights(n)).mean().backward()
+        kept += [(m, values(m)) for p in model.parameters() if (m := varreg.moments(p)) is not None]
+    clip_grad_norm_(model.parameters(), 1e-3)
+    model.zero_grad(set_to_none=False)
+    losses(model(torch.randn(6, 4)), sample_weights(6)).mean().backward()
+    assert len(kept) == 12
+    for m, before in kept:
+        torch.testing.assert_close(values(m), before, rtol=0, atol=0)
+
+
+def test_sums_that_nobody_keeps_are_added_to_in_place():
+    model = nn.Linear(4, 3).double()
+    varreg.observe(model)
+    places = set()
+    for n in range(2, 5):
+        model(torch.randn(n, 4)).square().mean().backward()
+        places.add(LEDGERS[model.weight].square.data_ptr())
+    assert len(places) == 1
+    assert varreg.moments(model.weight).count == 9
+    held = varreg.moments(model.weight).square
+    model(torch.randn(3, 4)).square().mean().backward()
+    assert held.data_ptr() in places
+    assert LEDGERS[model.weight].square.data_ptr() not in places

@@ -131,6 +131,7 @@ class Ledger:
         self.count = self.groups = 0
         self.total: Tensor | None = None
         self.square: Tensor | None = None
+        self.lent = False  # was W handed out since it was last added to?
         self.precision = 0.0  # the rounding error of p.grad where it is autograd's own, beside what is measured; else 0
         self.whole = False  # did the sums start together with p.grad?
         self.awaits_gradient = False  # will the total be p.grad, as it is at the end of the window?
@@ -207,7 +208,11 @@ class Ledger:
         if total is not None and square is not None:
             if not (self.sharded and self.merged):  # else it will be what p.grad is
                 self.total = total if self.total is None else self.total + total
-            self.square = square if self.square is None else self.square.add_(square)
+            if self.square is None:
+                self.square = square
+            else:  # somebody may keep what was handed out
+                self.square = self.square + square if self.lent else self.square.add_(square)
+            self.lent = False
         self.count += contribution.partition.batch
         self.groups += contribution.partition.groups
         return total
@@ -294,6 +299,7 @@ class Ledger:
             return None
         if self.cleared(p, look=False) and not (stepping and p.grad is not None and is_zero(self.total)):
             return None
+        self.lent = True
         return Moments(count, groups, self.total, square, self.reduction)
 
 
