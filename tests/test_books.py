@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, parametrizations
 
 import varreg
 from tests.models import Fn, weight
@@ -199,3 +199,87 @@ def test_sums_that_nobody_keeps_are_added_to_in_place():
     model(torch.randn(3, 4)).square().mean().backward()
     assert held.data_ptr() in places
     assert LEDGERS[model.weight].square.data_ptr() not in places
+
+
+# ---- gradients that are nothing but rounding ------------------------------------------------------------------------
+
+
+def attention(bias, **parts) -> nn.Module:
+    """Softmax takes no notice of what is added to all of a row."""
+
+    def forward(s, x):
+        scores = s.q(x) @ s.k(x).transpose(1, 2) / 3 + bias(s)
+        return scores.softmax(-1) @ s.v(x)
+
+    return Fn(forward, q=nn.Linear(8, 8), k=nn.Linear(8, 8), v=nn.Linear(8, 8), **parts)
+
+
+def weight_normed() -> nn.Module:
+    """v/|v| of one number is its sign."""
+    return nn.Sequential(parametrizations.weight_norm(nn.Linear(1, 8)), nn.Tanh(), nn.Linear(8, 1))
+
+
+def relative_positions() -> nn.Module:
+    offsets = torch.randn(6, 6, 2)
+    table = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 1))
+    return attention(lambda s: s.table(offsets).squeeze(-1), table=table)
+
+
+def table_of_positions() -> nn.Module:
+    index = torch.arange(6)[:, None] - torch.arange(6)[None, :] + 5
+    return attention(lambda s: s.table[index] + s.row * torch.ones(6), table=weight(11), row=weight(1))
+
+
+def uses_that_cancel() -> nn.Module:
+    return Fn(lambda s, x: s.l(x) - s.l(x + 1) + s.l(x) - s.l(x - 1) + s.o(x), l=nn.Linear(8, 5), o=nn.Linear(8, 5))
+
+
+def direction() -> nn.Module:
+    return Fn(lambda s, x: s.l(x) @ (s.w / s.w.norm()).view(1, 1), l=nn.Linear(8, 1), w=weight(1))
+
+
+NOISE = {  # model: the shape of its input without the batch, and the parameters whose true gradient is 0
+    weight_normed: ((1,), ["0.parametrizations.weight.original1"]),
+    relative_positions: ((6, 8), ["k.bias", "table.2.bias"]),
+    table_of_positions: ((6, 8), ["k.bias", "row"]),
+    uses_that_cancel: ((8,), ["l.weight", "l.bias"]),
+    direction: ((8,), ["w"]),
+}
+
+
+def noise_loss(model, x, autocast: bool = False):
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = model(x)
+    return out.to(x.dtype).sin().square().sum(-1).mean()
+
+
+@pytest.mark.parametrize("make", NOISE, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16"])
+def test_rounding_is_no_gradient_from_outside(make, precision):
+    torch.set_default_dtype(torch.float64 if precision == "float64" else torch.float32)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model = make()
+        varreg.observe(model)
+        for _ in range(3):
+            model.zero_grad()
+            noise_loss(model, torch.randn(16, *NOISE[make][0]), precision == "bfloat16").backward()
+    assert all(varreg.moments(p).count == 16 for p in model.parameters())
+
+
+@pytest.mark.parametrize("make", NOISE, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_gradient_from_outside_is_found_at_the_first_step(make, dtype):
+    """2 % of the gradient's norm; where the true gradient is 0, 1/1000 of the largest one's."""
+    torch.set_default_dtype(dtype)
+    shape, zero = NOISE[make]
+    model, x = make(), torch.randn(16, *shape)
+    noise_loss(model, x).backward()
+    sizes = {n: float(p.grad.norm()) for n, p in model.named_parameters()}
+    assert all((sizes[n] < 1e-4 * max(sizes.values())) == (n in zero) for n in sizes)
+    for name, p in model.named_parameters():
+        model.zero_grad()
+        outside = torch.randn_like(p)
+        outside *= (1e-3 * max(sizes.values()) if name in zero else 0.02 * sizes[name]) / outside.norm()
+        with varreg.observe(model), pytest.raises(RuntimeError, match=f"'{name}' received a gradient from outside"):
+            (noise_loss(model, x) + (outside * p).sum()).backward()

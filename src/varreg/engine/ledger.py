@@ -117,6 +117,7 @@ class Ledger:
         self.served: dict[str, None] = {}  # names of the rules that served it, in order of appearance
         self.uses: set[int] = set()  # of the graphs that are alive, and may still arrive, by id
         self.expected = 0  # uses that a re-entrant checkpoint will bring: their graphs do not exist yet
+        self.examined = True  # is it looked at closely in the next window: at first, and then in turn?
         self.shared = False  # more than one use was seen in one window: always wait for all of them
         self.pending: list[Contribution] = []
         self.arrived = 0  # uses in this window
@@ -132,6 +133,7 @@ class Ledger:
         self.total: Tensor | None = None
         self.square: Tensor | None = None
         self.lent = False  # was W handed out since it was last added to?
+        self.added = 0.0  # a size of what was added up, before it cancelled; known where sums are examined
         self.precision = 0.0  # the rounding error of p.grad where it is autograd's own, beside what is measured; else 0
         self.whole = False  # did the sums start together with p.grad?
         self.awaits_gradient = False  # will the total be p.grad, as it is at the end of the window?
@@ -199,6 +201,8 @@ class Ledger:
         if self.shared or self.pending or len(self.uses) > 1 or self.expected > 1:
             self.pending.append(contribution)
             total = contribution.total()
+            if self.examined:
+                self.added += contribution.size()
         else:
             total = self._enter(contribution)
         return total if total is None or total.dtype == dtype else total.to(dtype)

@@ -252,7 +252,7 @@ class Observer:
             self._queued = True
 
     def _close(self, check: bool = True) -> None:
-        window, partition, first = self._window, self._partition, self._windows == 0
+        window, partition = self._window, self._partition
         passed, self._passed = self._passed, set()
         self._window, self._partition, self._queued, self._recalled = {}, None, False, {}
         self._windows += 1
@@ -270,7 +270,11 @@ class Observer:
             torch.autograd.Variable._execution_engine.queue_callback(self._note)
         if check and window:  # every parameter at first, then one at a time, in turn
             reached = list(window.values())
-            for p, ledger in reached if first else [reached[self._windows % len(reached)]]:
+            examined = [(p, ledger) for p, ledger in reached if ledger.examined]
+            for _, ledger in examined:
+                ledger.examined = False
+            reached[self._windows % len(reached)][1].examined = True
+            for p, ledger in examined:
                 check_whole(p, ledger)
 
     @staticmethod
