@@ -283,3 +283,139 @@ def test_a_gradient_from_outside_is_found_at_the_first_step(make, dtype):
         outside *= (1e-3 * max(sizes.values()) if name in zero else 0.02 * sizes[name]) / outside.norm()
         with varreg.observe(model), pytest.raises(RuntimeError, match=f"'{name}' received a gradient from outside"):
             (noise_loss(model, x) + (outside * p).sum()).backward()
+
+
+# ---- micro-batches that are empty, or leave parameters out --------------------------------------------------------------
+
+
+def several_layers() -> nn.Module:
+    parts = {"conv": nn.Conv1d(2, 3, 2), "norm": nn.GroupNorm(1, 3), "lstm": nn.LSTM(4, 3, batch_first=True)}
+    parts |= {
+        "l": nn.Linear(9, 3),
+        "w": weight(3, 3),
+        "scale": weight(3),
+        "weighed": parametrizations.weight_norm(nn.Linear(3, 3)),
+    }
+
+    def forward(s, x):
+        h = s.norm(s.conv(x)).transpose(1, 2)
+        h = s.l(torch.cat([s.lstm(x)[0][:, -1], h[:, 0], h[:, 1]], 1)) * s.scale
+        return s.weighed(torch.einsum("bi,ij->bj", h, s.w).tanh())
+
+    return Fn(forward, **parts).double()
+
+
+@pytest.mark.parametrize("at", [0, 1, 2], ids=["first", "middle", "last"])
+@pytest.mark.parametrize("groups", [None, 2])
+def test_an_empty_micro_batch_is_as_if_it_were_not_there(at, groups):
+    model = several_layers()
+    plain, bare = copy.deepcopy(model), copy.deepcopy(model)
+    x, w = torch.randn(7, 2, 4), sample_weights(7)
+    parts = [slice(0, 3), slice(3, 7)]
+    with varreg.observe(bare, groups=groups):
+        for part in parts:
+            (losses(bare(x[part]), w[part]).sum() / 7).backward()
+        expected = [varreg.moments(p) for p in bare.parameters()]
+    parts.insert(at, slice(0, 0))
+    varreg.observe(model, groups=groups)
+    for part in parts:
+        for m in (model, plain):
+            (losses(m(x[part]), w[part]).sum() / 7).backward()
+    for p, q, m in zip(model.parameters(), plain.parameters(), expected, strict=True):
+        found = varreg.moments(p)
+        assert (found.count, found.groups) == (7, 7 if groups is None else 4)
+        torch.testing.assert_close((found.total, found.square), (m.total, m.square), rtol=1e-10, atol=1e-14)
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-14)
+    if groups is None:
+        assert_moments(model, one_at_a_time(copy.deepcopy(plain), (x,), w))
+
+
+def heads() -> nn.Module:
+    """A trunk, and heads that a forward chooses from."""
+    return Fn(
+        lambda s, x, *which: torch.cat([s.heads[k](s.trunk(x).tanh()) for k in which], 1),
+        trunk=nn.Linear(4, 5),
+        heads=nn.ModuleList(nn.Linear(5, 2) for _ in range(4)),
+    ).double()
+
+
+def by_turns(model, x, w, turns) -> dict:
+    """Each sample's gradient alone, the definition; turns: (samples, heads)."""
+    rows = []
+    for part, which in turns:
+        for i in range(len(x))[part]:
+            one = copy.deepcopy(model)
+            one.zero_grad()
+            losses(one(x[i : i + 1], *which), w[i : i + 1]).sum().backward()
+            rows.append({n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in one.named_parameters()})
+    return {n: torch.stack([row[n] for row in rows]) for n in rows[0]}
+
+
+def take_turns(model, x, w, turns) -> None:
+    for part, which in turns:
+        (losses(model(x[part], *which), w[part]).sum() / len(x)).backward()
+
+
+def assert_reached(model, g) -> None:
+    """Moments where there is a gradient; none where there is none."""
+    for name, p in model.named_parameters():
+        m = varreg.moments(p)
+        assert (m is None) == (p.grad is None or not g[name].any()), name
+        if m is not None:
+            assert m.count == len(g[name])
+            torch.testing.assert_close(m.mean, g[name].mean(0), rtol=1e-9, atol=1e-13)
+            torch.testing.assert_close(m.variance, g[name].var(0, correction=0), rtol=1e-9, atol=1e-13)
+
+
+TURNS = [
+    [(slice(0, 3), (0,)), (slice(3, 5), (1,)), (slice(5, 9), (2,))],
+    [(slice(0, 4), (0, 1)), (slice(4, 9), (2,))],
+    [(slice(0, 2), (1,)), (slice(2, 9), (0, 2, 3))],
+    [(slice(0, 9), (3,))],
+]
+
+
+@pytest.mark.parametrize("clear", ["none", "zeros", "by turns"])
+def test_heads_that_take_turns(clear):
+    model = heads()
+    varreg.observe(model)
+    for step, turns in enumerate([*TURNS, *TURNS[::-1]]):
+        x, w = torch.randn(9, 4), sample_weights(9)
+        g = by_turns(model, x, w, turns)
+        take_turns(model, x, w, turns)
+        assert_reached(model, g)
+        model.zero_grad(set_to_none=clear == "none" or (clear == "by turns" and step % 2 == 0))
+
+
+def test_a_trunk_that_no_optimizer_has_is_never_cleared():
+    """Its gradients say nothing about whether those of the heads were cleared."""
+    model = heads()
+    varreg.observe(model)
+    for turns in TURNS * 2:
+        x, w = torch.randn(9, 4), sample_weights(9)
+        g = by_turns(model, x, w, turns)
+        take_turns(model, x, w, turns)
+        for name, p in model.heads.named_parameters():
+            m = varreg.moments(p)
+            assert (m is None) == (not g[f"heads.{name}"].any())
+            assert m is None or m.count == 9
+        model.heads.zero_grad()
+    assert varreg.moments(model.trunk.weight).count == 72
+
+
+def test_gradients_cleared_for_one_parameter_alone():
+    model = heads()
+    varreg.observe(model)
+    x, w = torch.randn(9, 4), sample_weights(9)
+    for _ in range(2):  # all are cleared together once, so that all are known to be cleared at times
+        model.zero_grad()
+        take_turns(model, x, w, [(slice(0, 3), (0,))])
+    model.heads[0].weight.grad = None
+    take_turns(model, x, w, [(slice(3, 9), (0,))])
+    counts = {n: None if (m := varreg.moments(p)) is None else m.count for n, p in model.named_parameters()}
+    assert counts["heads.0.weight"] == 6
+    assert counts["heads.0.bias"] == counts["trunk.weight"] == 9
+    model.heads[0].weight.grad = None
+    message = r"'heads\.1\.(weight|bias)' has its first gradient after 9 samples.*'heads\.0\.weight' was cleared"
+    with pytest.raises(RuntimeError, match=message):
+        take_turns(model, x, w, [(slice(3, 9), (1,))])

@@ -124,6 +124,7 @@ class Ledger:
         self.in_window = False
         self.looked = False  # was clearing looked for in the backward that runs?
         self.was_cleared = False  # since the last window closed
+        self.is_cleared = False  # was it ever?
         self.sharded = False  # has each rank a part of the parameter? Then `merged` and `total` are of this one's part
         self._restart()
 
@@ -136,6 +137,7 @@ class Ledger:
         self.added = 0.0  # a size of what was added up, before it cancelled; known where sums are examined
         self.precision = 0.0  # the rounding error of p.grad where it is autograd's own, beside what is measured; else 0
         self.whole = False  # did the sums start together with p.grad?
+        self.unclear: tuple[str, str] | None = None  # whose gradients were cleared since its count began, and whose were not
         self.awaits_gradient = False  # will the total be p.grad, as it is at the end of the window?
         self.merged: Merged | None = None  # with it, count, groups and square are this rank's own since then; total is of all
         self._seen: tuple[int, int, int] | None = None  # address and version of p.grad when the last window closed
@@ -156,7 +158,7 @@ class Ledger:
         where no write is known: `p.grad.data` and NumPy leave no trace.
         """
         if p.grad is None:
-            return self._seen is not None or self.merged is not None
+            return self._seen is not None
         written = self.written(p)
         if not (look or written) or not is_zero(local(p.grad)):
             return False
@@ -180,20 +182,51 @@ class Ledger:
     def open(self, p: Tensor) -> None:
         """A window begins for this parameter."""
         self.look(p)
+        self.check_count()
         self.in_window = True
 
     def _clear(self) -> None:
         """Gradients were cleared: sums start together with p.grad."""
-        self.was_cleared |= self._seen is not None
+        if self._seen is not None:
+            self.was_cleared = self.is_cleared = True
         self._restart()
         self.whole = True
 
     def _begin(self, p: Tensor) -> None:
         """Start anew if gradients were cleared. What is to be synchronised yet waits elsewhere than in the gradient of a sharded parameter."""
         self.sharded = is_sharded(p) and p.device_mesh.size() > 1  # type: ignore[attr-defined]
-        # Whether there are zeros in all shards is found out when they are reduced.
-        if (p.grad is None and not self.count) if self.sharded else (p.grad is None or self.cleared(p, look=True)):
+        if self.sharded:  # whether there are zeros in all shards is found out when they are reduced
+            cleared = p.grad is None and not self.count
+        else:
+            cleared = self.cleared(p, look=True) or (p.grad is None and self.total is not None and self.merged is None)
+        if cleared:
             self._clear()
+        elif p.grad is None and not self.sharded:
+            self.whole = True
+
+    @property
+    def has_gradient(self) -> bool:
+        """Had it one when the last window closed, which was not cleared since?"""
+        return self._seen is not None
+
+    def waits(self, p: Tensor) -> bool:
+        """Did it count samples, and has no gradient yet? Then it cannot tell by itself when gradients are cleared."""
+        return p.grad is None and self.count > 0 and self.total is None and not self.sharded
+
+    def forget(self) -> None:
+        """Gradients were cleared, of which this parameter has none: what it counted was before."""
+        self._restart()
+        self.whole = True
+
+    def check_count(self) -> None:
+        """Refuse a count of which nobody can tell where it begins."""
+        if self.unclear is not None:
+            cleared, kept = self.unclear
+            raise RuntimeError(
+                f"varreg: '{self.name}' has its first gradient after {self.count} samples that did not reach it, and whether they "
+                f"belong to the same accumulation cannot be told: the gradient of '{cleared}' was cleared since then, that of "
+                f"'{kept}' was not. Clear all gradients together; or with zero_grad(set_to_none=False), which leaves a trace."
+            )
 
     def add(self, contribution: Contribution, dtype: torch.dtype) -> Tensor | None:
         """Take a use's contributions; returns their sum, which is the gradient to hand on."""
@@ -247,11 +280,15 @@ class Ledger:
         return p.grad is not None and (self.merged is not None or (self._grad is not None and self._grad() is p.grad))
 
     def pass_by(self, p: Tensor, partition: Partition) -> None:
-        """A window closed in which the parameter had no use: its samples count, and contribute nothing."""
-        waits = self.count and (p.grad is not None or self.sharded)
-        if waits or (self.merged is not None and p.grad is not None):
+        """A window closed in which the parameter had no use: its samples count, and contribute nothing.
+
+        That holds before its first use, too: it may come in a later micro-batch.
+        """
+        there = p.grad is not None
+        if (self.count or (self.merged is not None and there)) if self.sharded else (p.requires_grad or there):
             self.count += partition.batch
             self.groups += partition.groups
+        self.note(p)
 
     def own(self, p: Tensor, partition: Partition | None) -> tuple[int, int, Tensor | None, bool]:
         """The sums of this rank since the last synchronisation: m, groups, W; and is there more in `p.grad` than they say?
@@ -299,7 +336,7 @@ class Ledger:
         if self.merged is not None:
             count, groups = self.merged.count + count, self.merged.groups + groups
             square = self.merged.square if square is None else self.merged.square + square
-        if count == 0 or self.total is None or square is None:
+        if count == 0 or self.total is None or square is None or (self.merged is not None and p.grad is None):
             return None
         if self.cleared(p, look=False) and not (stepping and p.grad is not None and is_zero(self.total)):
             return None

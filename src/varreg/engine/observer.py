@@ -238,8 +238,29 @@ class Observer:
         if self._looked:
             return
         self._looked = True
+        waiting = []
         for p, ledger in self._known.values():
             ledger.look(p)
+            if ledger.waits(p):
+                waiting.append(ledger)
+        if waiting:
+            self._judge(waiting)
+
+    def _judge(self, waiting: list[Ledger]) -> None:
+        """Were gradients cleared, for those that have none? By what became of the others: all cleared, or none.
+
+        Those that nobody ever cleared, since no optimizer has them, say nothing.
+        """
+        ledgers = [ledger for _, ledger in self._known.values()]
+        cleared = [ledger for ledger in ledgers if ledger.was_cleared]
+        kept = [ledger for ledger in ledgers if ledger.has_gradient]
+        if cleared:
+            kept = [ledger for ledger in kept if ledger.is_cleared]
+        for ledger in waiting:
+            if not kept:
+                ledger.forget()
+            elif cleared:
+                ledger.unclear = cleared[0].name, kept[0].name
 
     def abort(self) -> None:
         """The backward pass fails: what arrived stays counted, as what it added to `p.grad` does, and the window is over."""
