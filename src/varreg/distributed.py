@@ -78,6 +78,11 @@ class Observers:
     def __bool__(self) -> bool:
         return any(o.is_on for o in self._all)
 
+    def look(self) -> None:
+        """Look for gradients that were cleared."""
+        for o in self._all:
+            o.look()
+
 
 class Reduction:
     """The communication hook of one DDP model."""
@@ -92,6 +97,9 @@ class Reduction:
     def refresh(self, *_: Any) -> None:
         """As a forward begins. Not at any other time: ranks must agree, and one that has joined calls no forward any more."""
         self.takes_part = bool(self.observers)
+        ddp = self._ddp()
+        if ddp is not None and not getattr(ddp, "_has_rebuilt_buckets", True):
+            self.observers.look()  # DDP may now move gradients into other buckets, which is no clearing
 
     @property
     def world(self) -> int:

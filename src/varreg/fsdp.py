@@ -65,8 +65,8 @@ class _Beside(ReduceScatter):
         dist.reduce_scatter_single(mine, rows.flatten(), group=ranks)
         *parts, found_ = mine.split([*(piece.shape[1] for piece in pieces), len(told)])
         for (f, (_, ledger)), part, row in zip(known, parts, found_.view(-1, 5).tolist(), strict=True):
-            count, groups, partial, gradient, total = (round(x) for x in row)
-            if total and not gradient:  # zeros in place of a gradient that was not: it was cleared
+            count, groups, partial, gradient, gone = (round(x) for x in row)
+            if gone and not gradient:  # zeros in place of a gradient that was not, or that somebody wrote: it was cleared
                 ledger.merged = None
             shard = part.view(f.padded_sharded_param_size)[tuple(slice(n) for n in f.sharded_size)]
             ledger.merge(count, groups, shard.to(f.sharded_param.device).div(divisor**2), None)

@@ -124,10 +124,14 @@ def refuse_transforms(model: nn.Module) -> None:
 
 
 def rounding_of(grad: Tensor, ledger: Ledger) -> float:
-    """How far rounding alone takes a gradient from what was measured: relative to √(m·ΣW), which no cancellation makes small."""
+    """How far rounding alone takes a gradient from what was measured.
+
+    It is relative to what was added up: √(m·ΣW), which no cancellation among samples makes small, and
+    where uses, or the pieces of a pull-back, may cancel in each sample, the size of those.
+    """
     assert ledger.square is not None
     eps = max(torch.finfo(grad.dtype).eps, ledger.precision)
-    return eps * math.sqrt(ledger.count * float(ledger.square.sum()))
+    return eps * (math.sqrt(ledger.count * float(ledger.square.sum())) + 2 * ledger.added)
 
 
 def check_whole(p: Tensor, ledger: Ledger) -> None:

@@ -104,6 +104,10 @@ class Contribution:
                     square.addcmul_(one, one, value=1 / n)
         return total, square
 
+    def size(self) -> float:
+        """How much was added up, before it cancelled: Σ_u |C_u| at least. Rounding errors are relative to that."""
+        return sum(float(c.flatten(1).norm(dim=1).sum()) for _, c in self.chunks())
+
     def total(self) -> Tensor | None:
         """S alone."""
         total = None
@@ -174,6 +178,10 @@ class Outer(Contribution):
         dtype = stat_dtype(self.delta.dtype)  # one row per sample: (δ ⊗ a)² = δ² ⊗ a², and no per-sample gradient exists
         delta, a = self.delta[:, 0].to(dtype), self.a[:, 0].to(dtype)
         return (delta.t() @ a).view(self.shape), (delta.square().t() @ a.square()).view(self.shape)
+
+    def size(self) -> float:
+        """Σ_b |δ_b||a_b|, which is Σ_br |δ_br||a_br| at least: rows of one sample may cancel."""
+        return float((self.delta.flatten(1).norm(dim=1) * self.a.flatten(1).norm(dim=1)).sum())
 
     def total(self) -> Tensor | None:
         delta, a = (t.reshape(-1, t.shape[2]) for t in (self.delta, self.a))

@@ -117,10 +117,14 @@ class Ledger:
         self.served: dict[str, None] = {}  # names of the rules that served it, in order of appearance
         self.uses: set[int] = set()  # of the graphs that are alive, and may still arrive, by id
         self.expected = 0  # uses that a re-entrant checkpoint will bring: their graphs do not exist yet
+        self.examined = True  # is it looked at closely in the next window: at first, and then in turn?
         self.shared = False  # more than one use was seen in one window: always wait for all of them
         self.pending: list[Contribution] = []
         self.arrived = 0  # uses in this window
         self.in_window = False
+        self.looked = False  # was clearing looked for in the backward that runs?
+        self.was_cleared = False  # since the last window closed
+        self.is_cleared = False  # was it ever?
         self.sharded = False  # has each rank a part of the parameter? Then `merged` and `total` are of this one's part
         self._restart()
 
@@ -129,42 +133,100 @@ class Ledger:
         self.count = self.groups = 0
         self.total: Tensor | None = None
         self.square: Tensor | None = None
+        self.lent = False  # was W handed out since it was last added to?
+        self.added = 0.0  # a size of what was added up, before it cancelled; known where sums are examined
         self.precision = 0.0  # the rounding error of p.grad where it is autograd's own, beside what is measured; else 0
         self.whole = False  # did the sums start together with p.grad?
+        self.unclear: tuple[str, str] | None = None  # whose gradients were cleared since its count began, and whose were not
         self.awaits_gradient = False  # will the total be p.grad, as it is at the end of the window?
         self.merged: Merged | None = None  # with it, count, groups and square are this rank's own since then; total is of all
         self._seen: tuple[int, int, int] | None = None  # address and version of p.grad when the last window closed
         self._grad: TensorWeakRef | None = None  # p.grad itself
 
-    def cleared(self, p: Tensor, look: bool) -> bool:
-        """Were gradients cleared since the last window? By None, or by zeros in place of a gradient that was not zero.
+    def written(self, p: Tensor) -> bool:
+        """Is p.grad another tensor than when the last window closed, or was it written to since?"""
+        grad = p.grad
+        assert grad is not None
+        return self._seen != _trace(grad) or self._grad is None or self._grad() is not grad
 
-        Zeros are looked for if `look`, or if p.grad is not the tensor that it was, or was written to.
+    def cleared(self, p: Tensor, look: bool) -> bool:
+        """Were gradients cleared since the last window? By None, or by zeros that somebody wrote.
+
+        Zeros are cleared if p.grad was not zero before, or if it was written to. Nothing writes between
+        micro-batches. Clipping and unscaling do, before a step, and leave zeros that were zeros: those
+        look like cleared ones, and sums restart, as they do after a step. `look` searches for zeros also
+        where no write is known: `p.grad.data` and NumPy leave no trace.
         """
         if p.grad is None:
-            return self._seen is not None or self.merged is not None
-        if self.total is None or (not look and self._seen == _trace(p.grad)):
+            return self._seen is not None
+        written = self.written(p)
+        if not (look or written) or not is_zero(local(p.grad)):
             return False
-        return is_zero(local(p.grad)) and not is_zero(self.total)
+        return written or (self.total is not None and not is_zero(self.total))
 
     def release(self, p: Tensor) -> None:
         """Gradients were cleared by None: let go of the memory, which the forward pass may need. They would start anew in any case."""
         if p.grad is None and self.total is not None and not (self.in_window or self.sharded or self.merged):
-            self._restart()
+            self._clear()
+
+    def look(self, p: Tensor) -> None:
+        """Start anew if gradients were cleared; once in a backward, before it writes to any gradient.
+
+        Later would be too late where gradients are views of one buffer, as DDP has them: a write to one
+        of them counts as a write to all.
+        """
+        if not (self.looked or self.in_window):
+            self._begin(p)
+        self.looked = True
 
     def open(self, p: Tensor) -> None:
         """A window begins for this parameter."""
-        if not self.in_window:
-            self._begin(p)
-            self.in_window = True
+        self.look(p)
+        self.check_count()
+        self.in_window = True
+
+    def _clear(self) -> None:
+        """Gradients were cleared: sums start together with p.grad."""
+        if self._seen is not None:
+            self.was_cleared = self.is_cleared = True
+        self._restart()
+        self.whole = True
 
     def _begin(self, p: Tensor) -> None:
         """Start anew if gradients were cleared. What is to be synchronised yet waits elsewhere than in the gradient of a sharded parameter."""
         self.sharded = is_sharded(p) and p.device_mesh.size() > 1  # type: ignore[attr-defined]
-        # Whether there are zeros in all shards is found out when they are reduced.
-        if (p.grad is None and not self.count) if self.sharded else (p.grad is None or self.cleared(p, look=True)):
-            self._restart()
+        if self.sharded:  # whether there are zeros in all shards is found out when they are reduced
+            cleared = p.grad is None and not self.count
+        else:
+            cleared = self.cleared(p, look=True) or (p.grad is None and self.total is not None and self.merged is None)
+        if cleared:
+            self._clear()
+        elif p.grad is None and not self.sharded:
             self.whole = True
+
+    @property
+    def has_gradient(self) -> bool:
+        """Had it one when the last window closed, which was not cleared since?"""
+        return self._seen is not None
+
+    def waits(self, p: Tensor) -> bool:
+        """Did it count samples, and has no gradient yet? Then it cannot tell by itself when gradients are cleared."""
+        return p.grad is None and self.count > 0 and self.total is None and not self.sharded
+
+    def forget(self) -> None:
+        """Gradients were cleared, of which this parameter has none: what it counted was before."""
+        self._restart()
+        self.whole = True
+
+    def check_count(self) -> None:
+        """Refuse a count of which nobody can tell where it begins."""
+        if self.unclear is not None:
+            cleared, kept = self.unclear
+            raise RuntimeError(
+                f"varreg: '{self.name}' has its first gradient after {self.count} samples that did not reach it, and whether they "
+                f"belong to the same accumulation cannot be told: the gradient of '{cleared}' was cleared since then, that of "
+                f"'{kept}' was not. Clear all gradients together; or with zero_grad(set_to_none=False), which leaves a trace."
+            )
 
     def add(self, contribution: Contribution, dtype: torch.dtype) -> Tensor | None:
         """Take a use's contributions; returns their sum, which is the gradient to hand on."""
@@ -172,6 +234,8 @@ class Ledger:
         if self.shared or self.pending or len(self.uses) > 1 or self.expected > 1:
             self.pending.append(contribution)
             total = contribution.total()
+            if self.examined:
+                self.added += contribution.size()
         else:
             total = self._enter(contribution)
         return total if total is None or total.dtype == dtype else total.to(dtype)
@@ -181,7 +245,11 @@ class Ledger:
         if total is not None and square is not None:
             if not (self.sharded and self.merged):  # else it will be what p.grad is
                 self.total = total if self.total is None else self.total + total
-            self.square = square if self.square is None else self.square.add_(square)
+            if self.square is None:
+                self.square = square
+            else:  # somebody may keep what was handed out
+                self.square = self.square + square if self.lent else self.square.add_(square)
+            self.lent = False
         self.count += contribution.partition.batch
         self.groups += contribution.partition.groups
         return total
@@ -200,6 +268,10 @@ class Ledger:
         self.expected = max(0, self.expected - self.arrived)
         self.arrived = 0
         self.in_window = False
+        self.note(p)
+
+    def note(self, p: Tensor) -> None:
+        """Note the state of `p.grad`, to know later whether it was written to."""
         self._seen = None if p.grad is None else _trace(p.grad)
         self._grad = None if p.grad is None else TensorWeakRef(p.grad)
 
@@ -208,11 +280,15 @@ class Ledger:
         return p.grad is not None and (self.merged is not None or (self._grad is not None and self._grad() is p.grad))
 
     def pass_by(self, p: Tensor, partition: Partition) -> None:
-        """A window closed in which the parameter had no use: its samples count, and contribute nothing."""
-        waits = self.count and (p.grad is not None or self.sharded)
-        if waits or (self.merged is not None and p.grad is not None):
+        """A window closed in which the parameter had no use: its samples count, and contribute nothing.
+
+        That holds before its first use, too: it may come in a later micro-batch.
+        """
+        there = p.grad is not None
+        if (self.count or (self.merged is not None and there)) if self.sharded else (p.requires_grad or there):
             self.count += partition.batch
             self.groups += partition.groups
+        self.note(p)
 
     def own(self, p: Tensor, partition: Partition | None) -> tuple[int, int, Tensor | None, bool]:
         """The sums of this rank since the last synchronisation: m, groups, W; and is there more in `p.grad` than they say?
@@ -220,8 +296,7 @@ class Ledger:
         Where the parameter had no use in the window under way, `partition` is that of its batch, whose samples count all the same.
         """
         self.settle(p)
-        if not self.in_window:
-            self._begin(p)
+        self.look(p)
         if partition is not None:
             self.count, self.groups = self.count + partition.batch, self.groups + partition.groups
         return self.count, self.groups, self.square, not self.whole
@@ -233,9 +308,14 @@ class Ledger:
             self.awaits_gradient = False
 
     def signs(self, p: Tensor) -> tuple[bool, bool]:
-        """Of a sharded parameter, before gradients are reduced: is there something in this rank's part of its gradient, and was there?"""
+        """Of a sharded parameter, before gradients are reduced: is there something in this rank's part of its gradient; and, if not, was there,
+        or was it written to since?
+        """
         now = p.grad is not None and not is_zero(local(p.grad))
-        return now, self.merged is not None and self.total is not None and not is_zero(self.total)
+        if now or self.merged is None:
+            return now, False
+        lost = self.total is not None and not is_zero(self.total)
+        return now, lost or p.grad is None or self.written(p)
 
     def merge(self, count: int, groups: int, square: Tensor, total: Tensor | None) -> None:
         """The sums of all ranks since the last synchronisation, and the gradient that they now share."""
@@ -244,16 +324,23 @@ class Ledger:
         self.merged, self.total = Merged(count, groups, square), total
         self.count, self.groups, self.square = 0, 0, None
 
-    def read(self, p: Tensor) -> Moments | None:
-        """The moments; where `p` is sharded, of this rank's part."""
+    def read(self, p: Tensor, stepping: bool = False) -> Moments | None:
+        """The moments; where `p` is sharded, of this rank's part.
+
+        An optimizer that is `stepping` takes p.grad as it is: zeros that were measured as zeros are still
+        what was measured, whoever wrote them (a clip, an unscaling).
+        """
         if self.sharded and (self.merged is None or self.count):
             return None  # not synchronised: the sums are of whole tensors, and of this rank's samples
         count, groups, square = self.count, self.groups, self.square
         if self.merged is not None:
             count, groups = self.merged.count + count, self.merged.groups + groups
             square = self.merged.square if square is None else self.merged.square + square
-        if count == 0 or self.total is None or square is None or self.cleared(p, look=False):
+        if count == 0 or self.total is None or square is None or (self.merged is not None and p.grad is None):
             return None
+        if self.cleared(p, look=False) and not (stepping and p.grad is not None and is_zero(self.total)):
+            return None
+        self.lent = True
         return Moments(count, groups, self.total, square, self.reduction)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Target:
     """Takes contributions to a tensor, and enters them into the ledgers of the parameters that it is made of."""
 
-    __slots__ = ("_epochs", "direct", "dtype", "edge", "leaves", "observer", "rows")
+    __slots__ = ("_epochs", "direct", "dtype", "edge", "leaves", "observer", "rounding", "rows", "value")
 
     def __init__(self, observer: Observer, t: Tensor, leaves: list[tuple[Tensor, Ledger]], rows: Tensor | None = None):
         self.observer, self.leaves = observer, leaves
@@ -31,6 +31,10 @@ class Target:
         self.dtype = t.dtype
         self.direct = len(leaves) == 1 and leaves[0][0] is t
         self.edge = None if self.direct else torch.autograd.graph.get_gradient_edge(t)
+        examined = not self.direct and any(ledger.examined for _, ledger in leaves)
+        self.value = t.detach() if examined else None
+        # Of a pull-back, which runs in the precision of the graph that made the tensor.
+        self.rounding = 0.0 if self.direct else max(_eps(t.dtype), _autocast_rounding(t))
         self._epochs: Sequence[object] = ()
         for _, ledger in leaves:
             ledger.uses.add(id(self))
@@ -54,8 +58,9 @@ class Target:
             self._open(contribution.partition)
             total = self.leaves[0][1].add(contribution, self.dtype) if self.direct else self._pull_back(contribution)
             for _, ledger in self.leaves:
-                if own or ledger.pending:  # what waits is summed up twice: for the gradient, and for the moments
-                    ledger.precision = max(ledger.precision, rounding)
+                # What waits, or is pulled back, is summed up twice: for the gradient, and for the moments.
+                if own or ledger.pending or not self.direct:
+                    ledger.precision = max(ledger.precision, rounding, self.rounding)
             return total
         except Exception:
             self.observer.abort()
@@ -81,15 +86,25 @@ class Target:
             ledger.add(Scattered(contribution, self.rows, p.shape), p.dtype)
             total = contribution.total()
             return None if total is None else total.to(self.dtype)
-        total, rows = None, []
+        total, rows, size = None, [], 0.0
         for _, chunk in contribution.chunks():
             c = chunk.to(self.dtype)
             total = c.sum(0) if total is None else total.add_(c.sum(0))
+            if self.value is not None:
+                size += float(c.flatten(1).norm(dim=1).sum())
             rows.append(_vjp(edge, parameters, c.clone()))
         for i, (p, ledger) in enumerate(self.leaves if rows else ()):
             values = torch.cat([row[i] for row in rows])
             ledger.add(Grouped(contribution.partition, values), p.dtype)
+            if self.value is not None:
+                ledger.added += size * self._slope(p)
         return total
+
+    def _slope(self, p: Tensor) -> float:
+        """How much a gradient grows on its way back to `p`, before anything cancels: |t|/|p|, if t is of any degree in it."""
+        assert self.value is not None
+        length = float(p.detach().norm())
+        return max(1.0, float(self.value.norm()) / length) if length else 1.0
 
 
 def _vjp(edge: Any, parameters: list[Tensor], grads: Tensor) -> list[Tensor]:

@@ -82,6 +82,7 @@ class Observer:
         self._window: dict[int, tuple[Tensor, Ledger]] = {}  # parameters that the running backward has reached
         self._partition: Partition | None = None  # of the running backward's batch
         self._windows = 0
+        self._looked = False  # were gradients that were cleared looked for, for the running backward?
         self._queued = False  # will the running backward close the window when it ends?
         self._recalled: dict[nn.Module, list[list[Any]]] = {}  # the marks of inputs that a checkpoint will want again
         self._passed: set[int] = set()  # parameters without a use in the running backward that are counted already
@@ -215,6 +216,7 @@ class Observer:
     def open(self, leaves: list[tuple[Tensor, Ledger]], partition: Partition) -> None:
         """Contributions to these parameters arrive: the window is open until the backward pass ends."""
         self._queue()
+        self.look()
         if self._partition is None:
             self._partition = partition
         elif self._partition != partition:
@@ -239,8 +241,38 @@ class Observer:
         if id(p) in self._window or id(p) in self._passed:
             return None
         self._queue()
+        self.look()
         self._passed.add(id(p))
         return self._partition or self._expected
+
+    def look(self) -> None:
+        """Whose gradients were cleared? Seen once, before the next backward writes to any of them."""
+        if self._looked:
+            return
+        self._looked = True
+        waiting = []
+        for p, ledger in self._known.values():
+            ledger.look(p)
+            if ledger.waits(p):
+                waiting.append(ledger)
+        if waiting:
+            self._judge(waiting)
+
+    def _judge(self, waiting: list[Ledger]) -> None:
+        """Were gradients cleared, for those that have none? By what became of the others: all cleared, or none.
+
+        Those that nobody ever cleared, since no optimizer has them, say nothing.
+        """
+        ledgers = [ledger for _, ledger in self._known.values()]
+        cleared = [ledger for ledger in ledgers if ledger.was_cleared]
+        kept = [ledger for ledger in ledgers if ledger.has_gradient]
+        if cleared:
+            kept = [ledger for ledger in kept if ledger.is_cleared]
+        for ledger in waiting:
+            if not kept:
+                ledger.forget()
+            elif cleared:
+                ledger.unclear = cleared[0].name, kept[0].name
 
     def abort(self) -> None:
         """The backward pass fails: what arrived stays counted, as what it added to `p.grad` does, and the window is over."""
@@ -253,10 +285,13 @@ class Observer:
             self._queued = True
 
     def _close(self, check: bool = True) -> None:
-        window, partition, first = self._window, self._partition, self._windows == 0
+        window, partition = self._window, self._partition
         passed, self._passed = self._passed, set()
         self._window, self._partition, self._queued, self._recalled = {}, None, False, {}
         self._windows += 1
+        self._looked = False
+        for _, ledger in self._known.values():
+            ledger.looked = ledger.was_cleared = False
         for p, ledger in [*window.values(), *(self._known[key] for key in passed if key in self._known)]:
             ledger.take_gradient(p)
             ledger.close(p)
@@ -264,10 +299,25 @@ class Observer:
             for key, (p, ledger) in self._known.items():
                 if key not in window and key not in passed:
                     ledger.pass_by(p, partition)
+        if self._is_distributed() and torch._C._current_graph_task_id() != -1:
+            torch.autograd.Variable._execution_engine.queue_callback(self._note)
         if check and window:  # every parameter at first, then one at a time, in turn
             reached = list(window.values())
-            for p, ledger in reached if first else [reached[self._windows % len(reached)]]:
+            examined = [(p, ledger) for p, ledger in reached if ledger.examined]
+            for _, ledger in examined:
+                ledger.examined = False
+            reached[self._windows % len(reached)][1].examined = True
+            for p, ledger in examined:
                 check_whole(p, ledger)
+
+    @staticmethod
+    def _is_distributed() -> bool:
+        return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+    def _note(self) -> None:
+        """Note gradients as they are after all that DDP and FSDP write to them at the end of a backward."""
+        for p, ledger in self._known.values():
+            ledger.note(p)
 
     # ---- hooks -------------------------------------------------------------------------------------------------------
 
@@ -291,7 +341,7 @@ class Observer:
 
     def _attach(self) -> None:
         """Where there are several processes: moments are to be those of all of them."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if self._is_distributed():
             from varreg import distributed
 
             distributed.attach(self)

@@ -200,7 +200,7 @@ class Regularized(Optimizer):
             for p in group["params"] if group["s"] else ():
                 if (grad := p.grad) is not None and p.numel():
                     ledger = LEDGERS.get(p)
-                    m = None if ledger is None else ledger.read(p)
+                    m = None if ledger is None else ledger.read(p, stepping=True)
                     fast = increment is not None and m is not None and fused.serves(p, grad, m, self.state.get(p, {}), increment)
                     found.append(Found(p, grad, group, ledger, m, increment if fast else None))
         return found
