@@ -3489,6 +3489,7 @@ def main(words: list[str]) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     counts: collections.Counter[str] = collections.Counter()
+    families: collections.Counter[str] = collections.Counter()
     for case in CASES:
         if words and not any(w in f"{case.family}/{case.name}" for w in words):
             continue
@@ -3500,8 +3501,10 @@ def main(words: list[str]) -> None:
                 outcome = Outcome("broken", f"plain torch fails: {error}")
             verdict = "ok" if outcome.kind in allowed(case, batch) else "FAIL"
             counts[f"{verdict} {outcome.kind}"] += 1
+            families[f"{case.family}: {verdict} {outcome.kind}"] += 1
             seconds = time.perf_counter() - start
             print(f"{verdict}\t{case.family}/{case.name}\tbatch {batch}\t{case.expect}\t{outcome}\t{seconds:.2f} s", flush=True)
+    print("\n".join(f"{n:5d}  {kind}" for kind, n in sorted(families.items())))
     print(", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())))
 
 
