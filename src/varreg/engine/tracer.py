@@ -31,6 +31,7 @@ from varreg.engine.arguments import flatten, refill, results, swap, tensors_in, 
 from varreg.engine.checks import refuse_gradient
 from varreg.engine.contribution import Contribution
 from varreg.engine.eager import eager
+from varreg.engine.einsum import equation_of, operands_of
 from varreg.engine.layout import (
     Layout,
     Lost,
@@ -49,7 +50,9 @@ from varreg.engine.plans import Place as PlanPlace
 from varreg.engine.propagation import (
     ELEMENTWISE,
     MOVERS,
+    RESHAPERS,
     SHAPE_ONLY,
+    SUMS,
     WRITERS,
     Gone,
     Guess,
@@ -59,11 +62,12 @@ from varreg.engine.propagation import (
     is_in_place,
     moved_data,
     name_of,
+    named,
     propagate,
     written,
 )
 from varreg.engine.rules import RULES, STACKED, Call, Rule
-from varreg.engine.trial import Verdict, try_affine, try_operation, try_sum
+from varreg.engine.trial import Verdict, is_weighted, try_affine, try_operation, try_sum
 from varreg.engine.unseen import candidates_for, graph_of, place_unseen
 
 if TYPE_CHECKING:
@@ -87,10 +91,16 @@ _ESCAPES = frozenset(
     for name in (
         *("item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__"),
         *("__complex__", "__contains__", "__dlpack__", "is_nonzero", "data_ptr", "equal", "allclose"),
+        "__format__",
     )
     if hasattr(Tensor, name)
 ) | {torch.equal, torch.allclose, torch.is_nonzero}
+# functions whose result has a size that values say, and which Python can then read
+_SIZED = frozenset(
+    named("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount")
+)
 
+_DETACH = frozenset((Tensor.detach, torch.detach, Tensor.data.__get__))  # type: ignore[attr-defined]
 _MOST_PLANS = 1 << 12  # forms of calls that are remembered: some models see new shapes all the time
 
 
@@ -135,6 +145,7 @@ class Tracer(TorchFunctionMode):
         self._split: Any = None  # groups, rank and world that they were made for
         # made without a batch in this forward: result, its node, rows
         self.lookups: dict[int, tuple[Tensor, Any, Tensor]] = {}
+        self.aliases: dict[int, list[Tensor]] = {}  # tensors that a detached one shares memory with
         self.escapes: dict[tuple[str, str], None] = {}  # where values of the batch left, in this forward
         self.settled: set[tuple[str, str]] = set()  # where a trial said that it does not matter
 
@@ -144,7 +155,7 @@ class Tracer(TorchFunctionMode):
 
     def begin(self, batch: int) -> None:
         """A forward begins, with so many samples."""
-        self.batch, self.lookups, self.escapes = batch, {}, {}
+        self.batch, self.lookups, self.escapes, self.aliases = batch, {}, {}, {}
         split = self.observer.groups, self.observer.rank, self.observer.world
         if split != self._split:  # how batches are split is a part of plans
             self._plans.clear()
@@ -152,7 +163,7 @@ class Tracer(TorchFunctionMode):
         self.__enter__()
 
     def end(self) -> None:
-        self.lookups = {}
+        self.lookups, self.aliases = {}, {}
         self.__exit__(None, None, None)
 
     @eager
@@ -198,16 +209,26 @@ class Tracer(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is F.batch_norm and (seen.batched or seen.lost):
             self.observer.check_batch_norm(args, kwargs)
+        if seen.tracked and torch._C._are_functorch_transforms_active():
+            self._refuse(func, seen.tracked, "it runs under a torch.func transform (vmap, grad, jvp)")
         if seen.tracked and seen.knows_samples:
             return self._meet(func, args, kwargs, seen, form)
-        if func in WRITERS and seen.knows_samples:
+        if (func in WRITERS or func in RESHAPERS) and seen.knows_samples:
             return self._write(func, args, kwargs, seen)
         out = func(*args, **kwargs)
+        if _is_sized_by_values(func, args) and seen.knows_samples:
+            self._escape(func)
+        if not any(isinstance(t, Tensor) for t in results(out)):
+            return out
         if seen.lost or seen.summed:
             where = self._without_place(Operation(func, args, kwargs, 0), seen)
             self._mark(out, lambda t, i: where or self.where(func, args, kwargs, seen.batched, t, i))
         elif seen.batched:
             self._mark(out, lambda t, i: self.where(func, args, kwargs, seen.batched, t, i))
+            if func in _DETACH:
+                x = seen.batched[0][0]
+                self.aliases.setdefault(x.untyped_storage().data_ptr(), []).append(x)
+                return out
             self._plan(form, func, args, kwargs, seen.batched, results(out))
         elif torch.is_grad_enabled():
             self._mark(out, lambda t, i: DERIVED if t.requires_grad else None)
@@ -317,6 +338,8 @@ class Tracer(TorchFunctionMode):
                 return lost
             return Lost(f"{name} combines samples with the result of: {lost.why}", mixed=True)
         if seen.batched:
+            if op.function in SUMS and all(isinstance(at, Single) for _, at in seen.batched):
+                return Summed(self.batch)  # one more sample's loss is added
             return Lost(f"{name} combines samples with a sum over the batch", mixed=True)
         if self._lets_samples_meet:
             return Summed(self.batch)
@@ -381,6 +404,8 @@ class Tracer(TorchFunctionMode):
         if not gone.is_linear and key not in self._tried:
             with torch.random.fork_rng([]):
                 self._tried[key] = try_sum(op, batched)
+                if self._tried[key] and is_weighted(op, batched):
+                    self.observer.warn_weighted(name_of(op.function))
         return Summed(self.batch) if gone.is_linear or self._tried[key] else lost
 
     def _plan(
@@ -423,43 +448,55 @@ class Tracer(TorchFunctionMode):
     # ---- writes ------------------------------------------------------------------------------------
 
     def _write(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], seen: Seen) -> Any:
-        """Run a function that writes into its first argument, which then carries the batch where
-        both of them say."""
+        """Run a function that writes into its first argument, or into a copy of it, which then
+        carries the batch where both of them say."""
         op = Operation(func, args, kwargs, 0)
         t = moved_data(op)[0]
         place = self._place_written(op, t, seen)
         out = func(*args, **kwargs)
+        if isinstance(out, Tensor) and out is not t:  # `index_add` leaves `t` as it is
+            self._mark(out, lambda *_: place)
+            return out
         mark(t, place)
         if isinstance(place, Lost):
             self._refuse_later(t, place)
-        if t._is_view() and t._base is not None and isinstance(place, Place | Lost):
-            self._mark_base(t, place)
+        if func not in RESHAPERS and isinstance(place, Place | Lost):
+            self._mark_aliases(t, place)
         return out
 
     def _place_written(self, op: Operation, t: Tensor, seen: Seen) -> Where:
-        name, before = name_of(op.function), mark_of(t)
-        values = [a for a in moved_data(op)[1:] if isinstance(a, Tensor)]
-        index = index_of(op, seen.batched)
-        if any(a is x for a in (t, *values) for x, _ in seen.lost) or seen.summed:
+        name = name_of(op.function)
+        data = [a for a in moved_data(op) if isinstance(a, Tensor)]
+        index = {id(a) for a in index_of(op, seen.batched)}
+        if any(a is x for a in data for x, _ in seen.lost) or seen.summed:
             why = seen.lost[0][1].why if seen.lost else "a sum over the batch"
             return Lost(f"{name} writes the result of: {why}", mixed=True)
-        if any(a is x for a in index for x, _ in seen.lost):
+        if any(id(x) in index for x, _ in seen.lost):
             self._escape(op.function)
-        target = before if isinstance(before, Place) else None
-        wheres = [w for v in values if isinstance(w := mark_of(v), Place)]
-        if target is not None and not wheres and not any(a is x for a in index for x, _ in seen.batched):
+        places = {id(x): at for x, at in seen.batched if id(x) not in index}
+        target = places.get(id(t))
+        is_chosen = any(id(x) in index for x, _ in seen.batched) and self.batch > 1
+        if target is not None and len(places) == 1 and not is_chosen and op.function not in RESHAPERS:
             return target  # a constant is everybody's
-        value = wheres[0] if wheres else None
-        found = written(op, target, value, t, self.batch)
-        if isinstance(found, Gone):
-            return target or Lost(f"{name} into a tensor of shape {tuple(t.shape)}")
-        if isinstance(found, Place) and any(a is x for a in index for x, _ in seen.batched):
+        found = written(op, places, t, self.batch) if places else None
+        if isinstance(found, Gone) or found is None:
+            found = target or Lost(f"{name} into a tensor of shape {tuple(t.shape)}")
+        if isinstance(found, Place) and is_chosen:
             with torch.random.fork_rng([]):
                 verdict = try_operation(op, seen.batched, found)
             if verdict is not Verdict.APART:
                 return Lost(f"{name} mixes samples, or changes their order", mixed=True)
         assert not isinstance(found, Guess)
         return found
+
+    def _mark_aliases(self, t: Tensor, place: Place | Lost) -> None:
+        """What was written through a view, or behind a detached tensor, is in the others as well."""
+        if t._is_view() and t._base is not None:
+            self._mark_base(t, place)
+        for other in self.aliases.get(t.untyped_storage().data_ptr(), ()):
+            if other is not t:
+                same = other.shape == t.shape and other.stride() == t.stride()
+                mark(other, place if same else Lost("something was written behind it", mixed=True))
 
     def _mark_base(self, t: Tensor, place: Place | Lost) -> None:
         """What was written through a view is in the tensor that it is a view of."""
@@ -480,8 +517,6 @@ class Tracer(TorchFunctionMode):
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], seen: Seen, form: Form | None
     ) -> Any:
         batched, tracked = seen.batched, seen.tracked
-        if torch._C._are_functorch_transforms_active():
-            self._refuse(func, tracked, "it runs under a torch.func transform (vmap, grad, jvp)")
         if func in STACKED and isinstance(args[1], Tensor) and not args[1].is_floating_point():
             self._refuse(func, tracked, "packed sequences are not supported: pad them, and mask the loss")
         if func in STACKED and args[4] > 1 and args[5] > 0 and args[6]:
@@ -516,7 +551,7 @@ class Tracer(TorchFunctionMode):
             self._refuse(func, tracked, "it meets batches of different sizes")
         if func in ELEMENTWISE or func in _JOIN or self._broadcasts(func, batched, tracked):
             return self._elementwise(func, args, kwargs, batched, tracked)
-        if new := self._aligned(func, args, batched, tracked):
+        if new := self._aligned(func, args, kwargs, batched, tracked):
             args, kwargs = swap(args, kwargs, new)
             return self._look(func, args, kwargs)
         if rule and (out := self._ruled(rule, func, args, kwargs, batched, tracked, form)) is not None:
@@ -658,7 +693,7 @@ class Tracer(TorchFunctionMode):
         everything = [*batched, *((s, there) for s in new.values())]
         out = func(*args, **kwargs)
         self._mark(out, lambda t, i: self.where(func, args, kwargs, everything, t, i))
-        if func in _JOIN and not _has_rows_of(out, there):
+        if func in _JOIN and not _has_rows_of(out, there) and not all(_is_expanded(t, there) for t in tracked):
             self._refuse(func, tracked, "it becomes rows of the batch that belong to no sample")
         return out
 
@@ -677,10 +712,40 @@ class Tracer(TorchFunctionMode):
             )
         return [there.size if d == there.dim else n for d, n in enumerate(padded.shape)], aligned
 
+    def _pairs_rows(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        batched: list[tuple[Tensor, Place]],
+        tracked: list[Tensor],
+        t: Tensor,
+    ) -> bool:
+        """Does a function of no known kind use row i of `t` for sample i alone? Where the sizes
+        allow it, it is tried."""
+        x, at = batched[0]
+        if isinstance(at, Single) or len(tracked) != 1 or func in RULES or self._lets_samples_meet:
+            return False
+        if t.dim() != x.dim() or t.shape[at.dim] != at.size or at.size <= 1:
+            return False
+        op = Operation(func, args, kwargs, 0)
+        key = ("pairs", _trial(op, batched, at))
+        if key not in self._tried:
+            with torch.no_grad():
+                out = results(func(*args, **kwargs))[0]
+            both = [*batched, (t, at)]
+            with torch.random.fork_rng([]):
+                found = propagate(op, both, out)
+                places = found.places if isinstance(found, Guess) else (found,)
+                said = [isinstance(p, Place) and try_operation(op, both, p) is Verdict.APART for p in places]
+            self._tried[key] = any(said)
+        return bool(self._tried[key])
+
     def _aligned(
         self,
         func: Any,
         args: Sequence[Any],
+        kwargs: dict[str, Any],
         batched: list[tuple[Tensor, Place]],
         tracked: list[Tensor],
     ) -> dict[int, Tensor]:
@@ -692,6 +757,8 @@ class Tracer(TorchFunctionMode):
             return new
         for t in tracked:
             dim = _paired_dim(func, args, x, at.dim, t)
+            if dim is None and self._pairs_rows(func, args, kwargs, batched, tracked, t):
+                dim = at.dim
             if dim is not None and 0 <= dim < t.dim() and t.shape[dim] == at.size > 1:
                 there = at._replace(dim=dim)
                 target = self.target(t, name_of(func).strip("_"))
@@ -713,10 +780,10 @@ class Tracer(TorchFunctionMode):
         where = f"{name_of(func)} in {self.observer.path()}"
         targets = [self.target(t, f"{name_of(func).strip('_')} (general)") for t in tracked]
         call = Repetition(func, args, kwargs, batched, tracked, targets, where)
-        taps = Repeat.apply(call, *(t for t, _ in batched), *tracked)
+        before = [x.detach().clone() if is_in_place(func) else x for x, _ in batched]
+        taps = Repeat.apply(call, *before, *tracked)
         new = {id(t): tap for t, tap in zip(tracked, taps, strict=True)}
         given, options = swap(args, kwargs, new)
-        before = [x.detach().clone() if is_in_place(func) else x for x, _ in batched]
         out = func(*given, **options)
         outs = results(out)
         as_they_were = {id(x): b for (x, _), b in zip(batched, before, strict=True)}
@@ -744,6 +811,13 @@ class Tracer(TorchFunctionMode):
         return _shaped_like(out, used)
 
 
+def _is_sized_by_values(func: Any, args: Sequence[Any]) -> bool:
+    """Do values decide the size of the result?"""
+    if func is Tensor.__getitem__:
+        return any(t.dtype is torch.bool for t in tensors_in(args[1:], {}))
+    return func in _SIZED or (func is torch.where and len(args) == 1)
+
+
 def _is_checkpoint(t: Tensor) -> bool:
     """Was it made by a re-entrant checkpoint? Its forward was followed, and will be again."""
     return t.grad_fn is not None and t.grad_fn.name() == "CheckpointFunctionBackward"
@@ -762,6 +836,11 @@ def _has_rows_of(out: Tensor, there: Place) -> bool:
     return isinstance(where, Layout | Ragged) and where.size == there.size
 
 
+def _is_expanded(t: Tensor, there: Place) -> bool:
+    """Are all rows of a tensor the same one? Then each sample may have one of them."""
+    return not isinstance(there, Single) and t.stride(there.dim) == 0
+
+
 def _paired_dim(func: Any, args: Sequence[Any], x: Tensor, dim: int, t: Tensor) -> int | None:
     """Return the dimension of `t` that a function pairs with dimension `dim` of `x`."""
     if func is F.scaled_dot_product_attention:
@@ -771,6 +850,10 @@ def _paired_dim(func: Any, args: Sequence[Any], x: Tensor, dim: int, t: Tensor) 
     if func in STACKED or func in _CELLS:
         states = args[1] if isinstance(args[1], (list, tuple)) else (args[1],)
         return (1 if func in STACKED else 0) if any(t is state for state in states) else None
+    if func is torch._VF.einsum:  # type: ignore[attr-defined]
+        terms, operands = equation_of(args).inputs, operands_of(args)
+        letter = next(c[dim] for c, o in zip(terms, operands, strict=True) if o is x)
+        return next((c.find(letter) for c, o in zip(terms, operands, strict=True) if o is t), None)
     if func is F.bilinear:
         return dim if any(t is u for u in args[:2]) and dim < x.dim() - 1 else None
     return None

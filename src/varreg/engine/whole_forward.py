@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from varreg.engine.arguments import replace_tensors, tensors_of
 from varreg.engine.layout import Place, Summed, Where
 from varreg.engine.rehearsal import rehearsal
-from varreg.engine.trial import FAILURES, Verdict, is_sum, keeps_apart
+from varreg.engine.trial import FAILURES, Verdict, all_alike, is_sum, keeps_apart
 
 
 def try_forward(
@@ -49,11 +49,12 @@ def try_forward(
         except FAILURES as error:
             return Verdict.UNDECIDED, str(error)
         if rows:
-            places = [where for _, where in rows]
-            if (said := keeps_apart(chosen([i for i, _ in rows]), given, at, places, rows=False)) is not (
-                Verdict.APART
-            ):
+            places, carriers = [where for _, where in rows], chosen([i for i, _ in rows])
+            said = keeps_apart(carriers, given, at, places, needs_proof=False)
+            if said is not Verdict.APART:
                 return said, "it does not take samples in another order"
+            if not all_alike(carriers, given, at, places):
+                return Verdict.MIXED, ""
         if sums and not is_sum(chosen(sums), given, at, random=False):
             return Verdict.MIXED, ""
     return Verdict.APART, ""

@@ -106,6 +106,8 @@ def _is_plain_einsum(call: Call) -> bool:
     if len(letters) != 1 or any(not (isinstance(at, Layout) and at.plain) for _, at in places):
         return False
     letter = letters.pop()
+    if call.partition.batch == 1:
+        return False  # with one sample, its dimension is not told from others
     for name in call.wants:
         others = "".join(term for n, term in terms.items() if n != name) + equation.output
         if letter in terms[name] or not set(terms[name]) <= set(others):
