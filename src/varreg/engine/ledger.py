@@ -7,6 +7,7 @@ windows, sums and counts add up (micro-batches), until the gradient is cleared, 
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,8 @@ from varreg.engine.contribution import Contribution, Partition, combine
 from varreg.engine.shards import is_sharded, like, local
 
 _BEGINNING = 1 << 8  # elements
+_SMALL, _LARGE = 2.0**-80, 2.0**100  # the largest W: beyond these, sums are in float64
+_INSIDE = 2.0**-66, 2.0**86  # and between these again in float32
 
 
 @dataclass(frozen=True, repr=False)
@@ -82,8 +85,11 @@ class Moments:
 
     @property
     def rho(self) -> Tensor:
-        """ρ = v²/ḡ², the scale-free variance (S2.3). 0/0 is nan and v²/0 is inf: the regularizer knows what to do with both."""
-        return self.variance / self.mean.square()
+        """ρ = v²/ḡ², the scale-free variance (S2.3). 0/0 is nan and v²/0 is inf: the regularizer knows what to do with both.
+
+        Where squares are too small for their precision, it is not known: nan.
+        """
+        return (self.variance / self.mean.square()).masked_fill_(self.square < torch.finfo(self.square.dtype).tiny, torch.nan)
 
     def __repr__(self) -> str:
         kind = "exact" if self.groups == self.count else f"{self.groups} groups"
@@ -117,6 +123,7 @@ class Ledger:
         self.served: dict[str, None] = {}  # names of the rules that served it, in order of appearance
         self.uses: set[int] = set()  # of the graphs that are alive, and may still arrive, by id
         self.expected = 0  # uses that a re-entrant checkpoint will bring: their graphs do not exist yet
+        self.precise = False  # are sums in float64, since squares would leave the range of float32?
         self.examined = True  # is it looked at closely in the next window: at first, and then in turn?
         self.shared = False  # more than one use was seen in one window: always wait for all of them
         self.pending: list[Contribution] = []
@@ -241,7 +248,7 @@ class Ledger:
         return total if total is None or total.dtype == dtype else total.to(dtype)
 
     def _enter(self, contribution: Contribution) -> Tensor | None:
-        total, square = contribution.sums()
+        total, square = self._sums(contribution)
         if total is not None and square is not None:
             if not (self.sharded and self.merged):  # else it will be what p.grad is
                 self.total = total if self.total is None else self.total + total
@@ -253,6 +260,27 @@ class Ledger:
         self.count += contribution.partition.batch
         self.groups += contribution.partition.groups
         return total
+
+    def _sums(self, contribution: Contribution) -> tuple[Tensor | None, Tensor | None]:
+        """S and W; in float64 if the squares of all that float32 can hold as a gradient cannot be held.
+
+        ρ does not depend on the size of gradients, so it must not fail for 1e-20 or 1e25.
+        """
+        total, square = contribution.precise_sums() if self.precise else contribution.sums()
+        if total is None or square is None:
+            return None, None
+        if self.precise and _INSIDE[0] < _largest(square) < _INSIDE[1]:
+            self.precise = False
+            return total.float(), square.float()
+        if not self.precise and self.examined and leaves_range(total, square):
+            self.precise = True
+            return contribution.precise_sums()
+        return total, square
+
+    def watch(self, m: Moments, W: float) -> None:
+        """For those who know ΣW: if squares leave the range, the next sums are in float64."""
+        if not _SMALL <= W <= _LARGE:
+            self.precise = self.precise or leaves_range(m.total, m.square)
 
     def settle(self, p: Tensor) -> None:
         """All uses have arrived: square what had to wait."""
@@ -344,6 +372,26 @@ class Ledger:
         return Moments(count, groups, self.total, square, self.reduction)
 
 
+def leaves_range(total: Tensor, square: Tensor) -> bool:
+    """Are squares in float32 too small, or too large, though the gradient is not?"""
+    if square.dtype != torch.float32 or is_sharded(square) or not square.numel():
+        return False
+    largest = _largest(square)
+    if largest < _SMALL:
+        return not is_zero(total)
+    return not largest <= _LARGE and bool(total.isfinite().all())
+
+
+def _as_known(m: Moments) -> Moments:
+    """Moments whose squares left the range of float32, in float64: nan where they are not known any more."""
+    known = (m.square >= torch.finfo(m.square.dtype).tiny) & m.square.isfinite() | (m.total == 0) & (m.square == 0)
+    return replace(m, total=m.total.double(), square=m.square.double().masked_fill_(~known, torch.nan))
+
+
+def _largest(square: Tensor) -> float:
+    return float(square.max()) if square.numel() else 0.0
+
+
 def is_zero(t: Tensor) -> bool:
     """Is there nothing in it? Mostly there is something right at the beginning."""
     if t.numel() > _BEGINNING and t.is_contiguous() and bool(t.view(-1)[:_BEGINNING].any()):
@@ -406,6 +454,15 @@ def moments(p: Tensor) -> Moments | None:
         raise ValueError(f"varreg: moments expects a parameter (a tensor), got {type(p).__name__}.")
     ledger = LEDGERS.get(p)
     found = None if ledger is None else ledger.read(p)
+    if found is not None and ledger is not None and leaves_range(found.total, found.square):
+        if not ledger.precise:
+            ledger.precise = True
+            warnings.warn(
+                f"varreg: the squares of the gradients of '{ledger.name}' have left the range of float32, though the gradients have "
+                "not. From the next backward() on they are summed up in float64; until then, they are nan where they are not known.",
+                stacklevel=2,
+            )
+        found = _as_known(found)
     if found is not None and is_sharded(p):
         return replace(found, total=like(found.total, p), square=like(found.square, p))
     return found
