@@ -115,7 +115,7 @@ class Contribution:
 
     def size(self) -> float:
         """How much was added up, before it cancelled: Σ_u |C_u| at least. Rounding errors are relative to that."""
-        return sum(float(c.flatten(1).norm(dim=1).sum()) for _, c in self.chunks())
+        return sum(float(c.reshape(len(c), -1).norm(dim=1).sum()) for _, c in self.chunks())
 
     def total(self) -> Tensor | None:
         """S alone."""

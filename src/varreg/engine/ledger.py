@@ -120,6 +120,7 @@ class Ledger:
 
     def __init__(self, name: str, reduction: str):
         self.name, self.reduction = name, reduction
+        self.told = False  # was it said that the engine cannot see where it is used?
         self.served: dict[str, None] = {}  # names of the rules that served it, in order of appearance
         self.uses: set[int] = set()  # of the graphs that are alive, and may still arrive, by id
         self.expected = 0  # uses that a re-entrant checkpoint will bring: their graphs do not exist yet
@@ -352,6 +353,12 @@ class Ledger:
         self.merged, self.total = Merged(count, groups, square), total
         self.count, self.groups, self.square = 0, 0, None
 
+    def is_unmeasured(self, p: Tensor) -> bool:
+        """Has the parameter a gradient of which nothing was measured?"""
+        if p.grad is None or self.total is not None or self.merged is not None or not p.requires_grad:
+            return False
+        return not self.awaits_gradient and not is_zero(local(p.grad))
+
     def read(self, p: Tensor, stepping: bool = False) -> Moments | None:
         """The moments; where `p` is sharded, of this rank's part.
 
@@ -390,6 +397,17 @@ def _as_known(m: Moments) -> Moments:
 
 def _largest(square: Tensor) -> float:
     return float(square.max()) if square.numel() else 0.0
+
+
+def unmeasured_message(names: list[str]) -> str:
+    """Return what to say of parameters that have a gradient and no moments."""
+    which = ", ".join(f"'{n}'" for n in names)
+    return (
+        f"varreg: {which}: there is a gradient and there are no moments. It came from where the engine cannot look: the "
+        "loss, a scripted function, a torch.autograd.Function, torch.func, a method other than forward(), "
+        "or a function under re-entrant checkpointing. Use the parameter in a forward() of the model, or "
+        "register a rule for its module with varreg.register_rule."
+    )
 
 
 def is_zero(t: Tensor) -> bool:
@@ -454,6 +472,9 @@ def moments(p: Tensor) -> Moments | None:
         raise ValueError(f"varreg: moments expects a parameter (a tensor), got {type(p).__name__}.")
     ledger = LEDGERS.get(p)
     found = None if ledger is None else ledger.read(p)
+    if found is None and ledger is not None and not ledger.told and ledger.is_unmeasured(p):
+        ledger.told = True
+        warnings.warn(unmeasured_message([ledger.name]), UserWarning, stacklevel=2)
     if found is not None and ledger is not None and leaves_range(found.total, found.square):
         if not ledger.precise:
             ledger.precise = True

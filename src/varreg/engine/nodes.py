@@ -120,12 +120,22 @@ def _vjp(edge: Any, parameters: list[Tensor], grads: Tensor) -> list[Tensor]:
     return [p.new_zeros(len(grads), *p.shape) if g is None else g for g, p in zip(found, parameters, strict=True)]
 
 
-def _refuse_second_order() -> None:
+def _refuse_second_order(ctx: Any) -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "varreg: a backward pass with create_graph=True runs through an observed model, and second derivatives would miss the observed "
+            f"varreg: {_names_of(ctx)}: a backward pass with create_graph=True runs through an observed model, and second derivatives would miss the observed "
             "parameters. Compute it on an unobserved model: `observer.remove()` first, or a copy.deepcopy of the model."
         )
+
+
+def _names_of(ctx: Any) -> str:
+    """Return the names of the parameters that a node is for."""
+    if hasattr(ctx, "use"):
+        targets = getattr(ctx.use[0], "targets", [])
+    else:
+        targets = [ctx.target] if hasattr(ctx, "target") else ctx.call.targets
+    names = [ledger.name for target in targets for _, ledger in target.leaves]
+    return ", ".join(f"'{n}'" for n in dict.fromkeys(names)) or "an observed parameter"
 
 
 def _refuse_compiled() -> None:
@@ -143,7 +153,7 @@ def _measuring(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
         _refuse_compiled()
-        _refuse_second_order()
+        _refuse_second_order(ctx)
         if not torch._C._is_any_autocast_enabled():
             return backward(ctx, *grads)
         device = next((g.device.type for g in grads if g is not None), "cpu")
@@ -209,10 +219,7 @@ class Use(_Node):
         # one edge for each tensor among the inputs; other inputs have none
         edges = ctx.next_functions[n_outputs : n_outputs + n_params]
         how = _rounding(grads, rounding), not takes_over
-        totals = [
-            None if c is None else target.take(c, edge[0], *how)
-            for (target, c), edge in zip(found, edges, strict=True)
-        ]
+        totals = [None if c is None else target.take(c, edge[0], *how) for (target, c), edge in zip(found, edges, strict=True)]
         if not takes_over:
             totals = [None] * n_params
         return (None, None, None, None, *grads, *totals, *(None,) * n_saved)
@@ -331,9 +338,7 @@ class Repetition:
                     rows[i].append(c)
         return [torch.stack(r) for r in rows]
 
-    def _one(
-        self, tensors: Sequence[Tensor | None], tracked: list[Tensor], a: int, b: int
-    ) -> Sequence[Tensor]:
+    def _one(self, tensors: Sequence[Tensor | None], tracked: list[Tensor], a: int, b: int) -> Sequence[Tensor]:
         if any(t is None for t in tensors):  # these samples have no rows here
             return [torch.zeros_like(t) for t in tracked]
         device, dtype, enabled = self.autocast
@@ -342,9 +347,7 @@ class Repetition:
             outs = results(self.func(*(_filled(x, tensors) for x in self.args), **kwargs))
             pairs = [(outs[i], narrow(g, self.places[i], a, b)) for i, g in self.grads.items()]
             wanted = [(o, g) for o, g in pairs if g is not None]
-            grads = torch.autograd.grad(
-                [o for o, _ in wanted], tracked, [g for _, g in wanted], allow_unused=True
-            )
+            grads = torch.autograd.grad([o for o, _ in wanted], tracked, [g for _, g in wanted], allow_unused=True)
         return [torch.zeros_like(t) if g is None else g for t, g in zip(tracked, grads, strict=True)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,12 +23,13 @@ from varreg.engine.checks import (
     derived_output_message,
     place,
     refuse_gradient,
+    refuse_inputs,
     refuse_transforms,
 )
 from varreg.engine.contribution import Partition
 from varreg.engine.eager import eager
-from varreg.engine.layout import Layout, Place, Ragged, Summed, Where
-from varreg.engine.ledger import LEDGERS, Ledger, moments
+from varreg.engine.layout import Layout, Lost, Place, Ragged, Summed, Where
+from varreg.engine.ledger import LEDGERS, Ledger, moments, unmeasured_message
 from varreg.engine.marks import DERIVED, forget, mark, mark_of, new_epoch
 from varreg.engine.modules import MODULE_RULES, detach_own, restore_own, use_rule
 from varreg.engine.summary import Summary, summarize
@@ -92,6 +94,7 @@ class Observer:
         self._whole: dict[
             int, tuple[Tensor, Tensor]
         ] = {}  # gathered parameters by id, each with the sharded one that it stands for
+        self._warned: set[str] = set()
         self._learn()
         self._handles = [h for m in model.modules() if any(True for _ in m.parameters()) for h in self._hook(m)]
         try:
@@ -299,6 +302,8 @@ class Observer:
             for key, (p, ledger) in self._known.items():
                 if key not in window and key not in passed:
                     ledger.pass_by(p, partition)
+        if len(window) < len(self._known):
+            self._warn_unmeasured([x for key, x in self._known.items() if key not in window])
         if self._is_distributed() and torch._C._current_graph_task_id() != -1:
             torch.autograd.Variable._execution_engine.queue_callback(self._note)
         if check and window:  # every parameter at first, then one at a time, in turn
@@ -403,6 +408,7 @@ class Observer:
         if not is_tracing():
             new_epoch()
         inputs = tensors_of((args, kwargs))
+        refuse_inputs(inputs, self.path)
         recalled = self._recalled.get(module) if again else None
         marks: list[Any] = recalled.pop() if recalled else []
         if again and marks and len(marks) == len(inputs):
@@ -417,9 +423,23 @@ class Observer:
             if where is not None:
                 mark(t, where)
         self._run.inputs = inputs
+        if not again and module is not self.model:
+            self._tell_outside(module, batch)
         if not again and batch:
             self._expected = self.partition(batch)
         self.tracer.begin(batch)
+
+    def _tell_outside(self, module: nn.Module, batch: int) -> None:
+        """A part of the model runs alone: what its caller did to the batch was not seen."""
+        if "outside" not in self._warned:
+            where = place(self._names.get(module, ""), module)
+            self.warn_once(
+                "outside",
+                f"varreg: {where} was called outside of the model's forward(), by another method or by yourself. "
+                f"The size of dimension {self.batch_dim} of its first input, {batch}, was taken for the number of samples; "
+                "what was done to the batch before was not seen. Is that so? Then ignore this. Else call "
+                "the model itself, and let forward() do it.",
+            )
 
     def _end(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         inputs, self._run.inputs = self._run.inputs, None
@@ -434,30 +454,77 @@ class Observer:
 
     def _check_output(self, t: Tensor) -> None:
         """What the loss gets must tell samples apart; where it does not, no gradient may arrive."""
-        if not t.requires_grad or t.is_leaf or self.batch_norm == "contribution":
-            if mark_of(t) is not DERIVED:
-                return
-        where, why = mark_of(t), None
-        if where is DERIVED and t.requires_grad and not t.is_leaf:
+        if not t.requires_grad or t.is_leaf or not torch.is_grad_enabled():
+            return
+        where = mark_of(t) or self.tracer.place(t)
+        why = None
+        if where is DERIVED:
             why = derived_output_message(tuple(t.shape), self.tracer.names([t]))
-        elif isinstance(where, Summed) and t.numel() > 1:
-            why = (
-                f"varreg: in {self.path()}, an output of shape {tuple(t.shape)} is a sum over the batch: what a loss makes "
-                "of it may mix samples. Return it with the batch, or finish the loss inside of forward()."
-            )
-        elif isinstance(where, Ragged) and not where.is_in_order:
-            why = (
-                f"varreg: in {self.path()}, an output of shape {tuple(t.shape)} has its samples in another order than "
-                "the inputs: a loss would pair them with others' targets. Put them back in order."
-            )
-        elif isinstance(where, Layout) and where.dim != self.batch_dim and not self._run.is_certain:
-            why = (
-                f"varreg: inputs of {self.path()} differ in the size of dimension {self.batch_dim}. The first one's, {where.batch}, "
-                f"was taken for the batch, but an output of shape {tuple(t.shape)} has it in dimension {where.dim}. "
-                "Pass the input that carries the batch first."
-            )
+        elif self.batch_norm != "contribution" and not isinstance(where, Lost):
+            why = self._fault_of(t, where)
         if why is not None:
-            t.register_hook(refuse_gradient(why))
+            about = f"varreg: an output of {self.path()}, of shape {tuple(t.shape)}, "
+            t.register_hook(refuse_gradient(why if why.startswith("varreg: ") else about + why))
+
+    def _fault_of(self, t: Tensor, where: Any) -> str | None:
+        """Return why a loss could not tell samples apart in an output; None where it can."""
+        batch, dim = self.tracer.batch, self.batch_dim
+        size = t.shape[dim] if t.dim() > dim else None
+        if isinstance(where, Summed):
+            if t.numel() <= 1:
+                return None
+            return (
+                "is a sum over the batch: what a loss makes of it may mix samples. Return it with the batch, "
+                "or finish the loss inside of forward()."
+            )
+        if batch == 1:
+            if self._run.is_certain or size in (1, None):
+                return None
+            return (
+                f"has size {size} in dimension {dim}, but the first input has 1 there, which was taken for the "
+                "batch, and others differ. Pass the input that carries the batch first."
+            )
+        if size == batch and where != Layout(batch, dim):
+            return (
+                f"has as many rows in dimension {dim} as there are samples, but they are not the samples in their "
+                "order: a loss would pair them with others' targets. Return samples in the order in "
+                f"which they came, in dimension {dim}."
+            )
+        if isinstance(where, Ragged) and not where.is_in_order:
+            return (
+                "has its samples in another order than the inputs: a loss would pair them with others' "
+                "targets. Put them back in order."
+            )
+        if isinstance(where, Layout) and where.dim != dim and not self._run.is_certain:
+            return (
+                f"has the batch of {batch} in dimension {where.dim}; inputs differ in the size of dimension {dim}, and the "
+                "first one's was taken for the batch. Pass the input that carries the batch first."
+            )
+        return None
+
+    def warn_once(self, about: str, message: str) -> None:
+        """Warn of something, once for each subject."""
+        if about not in self._warned:
+            self._warned.add(about)
+            warnings.warn(message, UserWarning, stacklevel=2)
+
+    def warn_weighted(self, function: str) -> None:
+        self.warn_once(
+            "weighted",
+            f"varreg: in {self.path()}, {function} weights samples by what the labels of all of them say (ignored "
+            "tokens, class weights). What is measured is each sample's share of the gradient, which is not "
+            "the gradient of its own loss alone. To make them the same, sum the loss and divide by a "
+            "constant; varreg.verify shows the difference.",
+        )
+
+    def _warn_unmeasured(self, unreached: list[tuple[Tensor, Ledger]]) -> None:
+        """Name the parameters that got a gradient from where the engine cannot look."""
+        new = [ledger for p, ledger in unreached if not ledger.told and ledger.is_unmeasured(p)]
+        if new:
+            for ledger in new:
+                ledger.told = True
+            names = [ledger.name for ledger in new]
+            warnings.warn(unmeasured_message(names), UserWarning, stacklevel=2)
 
     def _try_escapes(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]
@@ -469,9 +536,7 @@ class Observer:
             return
         given = [(t, at) for t in inputs if isinstance(at := mark_of(t), Place)]
         wanted: list[tuple[int, Where]] = [
-            (i, where)
-            for i, t in enumerate(outputs)
-            if t.requires_grad and isinstance(where := mark_of(t), Place | Summed)
+            (i, where) for i, t in enumerate(outputs) if t.requires_grad and isinstance(where := mark_of(t), Place | Summed)
         ]
         said, why = Verdict.UNDECIDED, "no input or output of it carries the batch"
         if given and wanted:

@@ -22,9 +22,11 @@ from torch import Tensor
 from varreg.engine.arguments import swap, tensors_in
 from varreg.engine.einsum import equation_of, operands_of
 from varreg.engine.layout import (
+    NOBODY,
     Layout,
     Lost,
     Place,
+    Ragged,
     Single,
     numbers,
     only_sample,
@@ -132,9 +134,7 @@ _UNARY = frozenset(
     ]
 )
 SUMS = frozenset([*named("add", "sub"), Tensor.__add__, Tensor.__radd__, Tensor.__sub__, Tensor.__iadd__])
-SHAPE_ONLY = frozenset(
-    getattr(Tensor, n) for n in ("view_as", "reshape_as", "expand_as", "type_as", "to")
-)
+SHAPE_ONLY = frozenset(getattr(Tensor, n) for n in ("view_as", "reshape_as", "expand_as", "type_as", "to"))
 """Functions to which other tensors than the first lend their shape or type alone."""
 
 
@@ -255,9 +255,7 @@ def _move(op: Operation, batched: Batched, out: Tensor) -> Found:
     return guess(op, batched, out) if isinstance(found, Gone) else Guess((found,))
 
 
-def _follow_numbers(
-    op: Operation, data: list[Tensor], carriers: dict[int, Place], out: Tensor
-) -> Found:
+def _follow_numbers(op: Operation, data: list[Tensor], carriers: dict[int, Place], out: Tensor) -> Found:
     batch = next(iter(carriers.values())).batch
     shown = {id(t): numbers(t, carriers.get(id(t))) for t in data}
     try:
@@ -278,9 +276,7 @@ def _follow_numbers(
     return Lost(f"{name_of(op.function)} puts rows of several samples side by side", mixed=True)
 
 
-RESHAPES = frozenset(
-    named("reshape", "view", "flatten", "unflatten", "ravel", "reshape_as", "view_as", "squeeze", "unsqueeze")
-)
+RESHAPES = frozenset(named("reshape", "view", "flatten", "unflatten", "ravel", "reshape_as", "view_as", "squeeze", "unsqueeze"))
 
 
 def _reshaped(at: Layout, x: Tensor, out: Tensor) -> Place | None:
@@ -371,9 +367,7 @@ def _reduce(op: Operation, batched: Batched, out: Tensor) -> Found:
     return at._replace(dim=shape.index(2)) if 2 in shape else Gone(op.function in _LINEAR)
 
 
-_ALONG = frozenset(
-    named("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin")
-)
+_ALONG = frozenset(named("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"))
 
 
 @_for(*_ALONG)

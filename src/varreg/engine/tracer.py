@@ -78,13 +78,9 @@ _JOIN = frozenset((torch.cat, torch.concat, torch.concatenate, torch.stack))
 _NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
 _LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")
 # functions whose result depends on their arguments by shape and type alone
-_CONSTANT = frozenset(
-    [*(getattr(Tensor, name) for name in _NEW), *(getattr(torch, name) for name in _LIKE)]
-)
+_CONSTANT = frozenset([*(getattr(Tensor, name) for name in _NEW), *(getattr(torch, name) for name in _LIKE)])
 _CELLS = (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
-_PRODUCTS = frozenset(
-    (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm)
-)
+_PRODUCTS = frozenset((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm))
 # functions through which values of the batch leave torch, and may come back as constants
 _ESCAPES = frozenset(
     getattr(Tensor, name)
@@ -96,9 +92,7 @@ _ESCAPES = frozenset(
     if hasattr(Tensor, name)
 ) | {torch.equal, torch.allclose, torch.is_nonzero}
 # functions whose result has a size that values say, and which Python can then read
-_SIZED = frozenset(
-    named("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount")
-)
+_SIZED = frozenset(named("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount"))
 
 _DETACH = frozenset((Tensor.detach, torch.detach, Tensor.data.__get__))  # type: ignore[attr-defined]
 _MOST_PLANS = 1 << 12  # forms of calls that are remembered: some models see new shapes all the time
@@ -167,9 +161,7 @@ class Tracer(TorchFunctionMode):
         self.__exit__(None, None, None)
 
     @eager
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         form = None
         if torch.is_grad_enabled():
@@ -193,9 +185,7 @@ class Tracer(TorchFunctionMode):
             self._mark(out, lambda t, i: self.where(func, args, kwargs, seen.batched, t, i))
         return out
 
-    def _look(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], form: Form | None = None
-    ) -> Any:
+    def _look(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], form: Form | None = None) -> Any:
         """Run a call of which nothing is known yet. With a form, what is found is kept for the
         next one, if it holds for all like it."""
         if func in _CONSTANT:
@@ -260,6 +250,10 @@ class Tracer(TorchFunctionMode):
             elif where is DERIVED and t.requires_grad:
                 seen.tracked.append(t)
         return seen
+
+    def place(self, t: Tensor) -> Where | Derived:
+        """Place an output that has no mark: something unseen made it."""
+        return self._place(t, candidates_for(t, self.batch))
 
     def _place(self, t: Tensor, candidates: list[Place]) -> Where | Derived:
         """Place a tensor that was made out of sight, and mark it."""
@@ -370,9 +364,7 @@ class Tracer(TorchFunctionMode):
             return self._gone(op, batched, found, out)
         return found
 
-    def _try(
-        self, op: Operation, batched: list[tuple[Tensor, Place]], guess: Guess, out: Tensor
-    ) -> Place | Lost | Gone:
+    def _try(self, op: Operation, batched: list[tuple[Tensor, Place]], guess: Guess, out: Tensor) -> Place | Lost | Gone:
         if self._lets_samples_meet:
             return guess.places[0] if guess.places else Gone(is_linear=False)
         name, mixed = name_of(op.function), False
@@ -392,9 +384,7 @@ class Tracer(TorchFunctionMode):
             return Gone(is_linear=False)
         return Lost(f"{name} mixes samples, or changes their order", mixed=True)
 
-    def _gone(
-        self, op: Operation, batched: list[tuple[Tensor, Place]], gone: Gone, out: Tensor
-    ) -> Summed | Lost:
+    def _gone(self, op: Operation, batched: list[tuple[Tensor, Place]], gone: Gone, out: Tensor) -> Summed | Lost:
         """Return what an output is that has no place for the batch: a sum over samples, or lost."""
         shapes = " and ".join(str(tuple(x.shape)) for x, _ in batched)
         lost = Lost(f"{name_of(op.function)} takes {shapes} to {tuple(out.shape)}")
@@ -434,9 +424,7 @@ class Tracer(TorchFunctionMode):
             self._plans.clear()
         self._plans[form] = Plan(tuple(places), serving)
 
-    def _note_lookup(
-        self, out: Tensor, ids: Tensor, table: Tensor, padding_idx: int | None = None, *_: Any, **__: Any
-    ) -> None:
+    def _note_lookup(self, out: Tensor, ids: Tensor, table: Tensor, padding_idx: int | None = None, *_: Any, **__: Any) -> None:
         """Rows of a parameter, looked up once for all samples: what they receive can be put back
         without a detour through autograd."""
         rows = ids.flatten()
@@ -476,6 +464,9 @@ class Tracer(TorchFunctionMode):
         places = {id(x): at for x, at in seen.batched if id(x) not in index}
         target = places.get(id(t))
         is_chosen = any(id(x) in index for x, _ in seen.batched) and self.batch > 1
+        if self._stays(op, t, places) and not is_chosen:
+            assert target is not None
+            return target
         if target is not None and len(places) == 1 and not is_chosen and op.function not in RESHAPERS:
             return target  # a constant is everybody's
         found = written(op, places, t, self.batch) if places else None
@@ -488,6 +479,20 @@ class Tracer(TorchFunctionMode):
                 return Lost(f"{name} mixes samples, or changes their order", mixed=True)
         assert not isinstance(found, Guess)
         return found
+
+    def _stays(self, op: Operation, t: Tensor, places: dict[int, Place]) -> bool:
+        """Are rows written where rows of the same samples are? Found without a copy of anything."""
+        target, value = places.get(id(t)), op.args[-1] if len(op.args) > 1 else None
+        is_plain = op.function is Tensor.__setitem__ and not tensors_in([op.args[1]], {})
+        if not (isinstance(value, Tensor) and (is_plain or op.function is Tensor.copy_)):
+            return False
+        if not isinstance(target, Layout | Ragged) or not isinstance(at := places.get(id(value)), Layout | Ragged):
+            return False
+        region = numbers(t, target)[op.args[1] if is_plain else ...]
+        found = place_of(region, self.batch) if region._is_view() else None
+        if not isinstance(found, Layout | Ragged) or region.dim() < value.dim():
+            return False
+        return found == at._replace(dim=at.dim + region.dim() - value.dim())
 
     def _mark_aliases(self, t: Tensor, place: Place | Lost) -> None:
         """What was written through a view, or behind a detached tensor, is in the others as well."""
@@ -513,9 +518,7 @@ class Tracer(TorchFunctionMode):
 
     # ---- a parameter meets the batch ---------------------------------------------------------------
 
-    def _meet(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], seen: Seen, form: Form | None
-    ) -> Any:
+    def _meet(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], seen: Seen, form: Form | None) -> Any:
         batched, tracked = seen.batched, seen.tracked
         if func in STACKED and isinstance(args[1], Tensor) and not args[1].is_floating_point():
             self._refuse(func, tracked, "packed sequences are not supported: pad them, and mask the loss")
@@ -542,9 +545,7 @@ class Tracer(TorchFunctionMode):
                 "values made of parameters are written into a tensor; build it with torch.cat or torch.where",
             )
         if args and any(args[0] is t for t in tracked) and is_in_place(func):
-            self._refuse(
-                func, tracked, "a tensor made of parameters is changed in place; write it as a new tensor"
-            )
+            self._refuse(func, tracked, "a tensor made of parameters is changed in place; write it as a new tensor")
         if any(isinstance(at, Ragged) and not at.is_whole for _, at in batched):
             self._refuse(func, tracked, "some rows of the batch belong to no sample yet")
         if len({at.batch for _, at in batched}) > 1:
@@ -558,9 +559,7 @@ class Tracer(TorchFunctionMode):
             return out
         return self._repeated(func, args, kwargs, batched, tracked)
 
-    def _broadcasts(
-        self, func: Any, batched: list[tuple[Tensor, Place]], tracked: list[Tensor]
-    ) -> bool:
+    def _broadcasts(self, func: Any, batched: list[tuple[Tensor, Place]], tracked: list[Tensor]) -> bool:
         """Is it a product of matrices for each sample, with matrices that all samples share?"""
         if func not in _PRODUCTS or len(batched) != 1 or len(tracked) != 1:
             return False
@@ -697,9 +696,7 @@ class Tracer(TorchFunctionMode):
             self._refuse(func, tracked, "it becomes rows of the batch that belong to no sample")
         return out
 
-    def _spread_shape(
-        self, func: Any, t: Tensor, there: Place, rank: int
-    ) -> tuple[list[int], bool]:
+    def _spread_shape(self, func: Any, t: Tensor, there: Place, rank: int) -> tuple[list[int], bool]:
         """Return the shape of a tensor that is expanded along the batch; has it a row for each sample?"""
         if isinstance(there, Single):
             return list(t.shape), True
@@ -707,9 +704,7 @@ class Tracer(TorchFunctionMode):
         size = padded.shape[there.dim] if padded.dim() else 1
         aligned = there.batch == 1 or size == there.size != 1
         if not aligned and (size != 1 or func in _JOIN):
-            self._refuse(
-                func, [t], f"its shape {tuple(t.shape)} fits the batch of {there.batch} nowhere"
-            )
+            self._refuse(func, [t], f"its shape {tuple(t.shape)} fits the batch of {there.batch} nowhere")
         return [there.size if d == there.dim else n for d, n in enumerate(padded.shape)], aligned
 
     def _pairs_rows(
@@ -798,9 +793,7 @@ class Tracer(TorchFunctionMode):
                 call.places[i] = at
             elif t.requires_grad:
                 why = at.why if isinstance(at, Lost) else "it is a sum over samples"
-                self._refuse(
-                    func, tracked, f"it is not known which part of its result belongs to which sample: {why}"
-                )
+                self._refuse(func, tracked, f"it is not known which part of its result belongs to which sample: {why}")
         if is_in_place(func):
             call.watch(0, outs[0])
             mark(outs[0], call.places[0])

@@ -92,13 +92,8 @@ def _others(inputs: list[Tensor], places: Sequence[Place]) -> list[Tensor]:
     return found
 
 
-def _replaced(
-    inputs: list[Tensor], others: list[Tensor], places: Sequence[Place], chosen: Tensor
-) -> list[Tensor]:
-    return [
-        torch.where(rows_of(t, at, chosen), o, t)
-        for t, o, at in zip(inputs, others, places, strict=True)
-    ]
+def _replaced(inputs: list[Tensor], others: list[Tensor], places: Sequence[Place], chosen: Tensor) -> list[Tensor]:
+    return [torch.where(rows_of(t, at, chosen), o, t) for t, o, at in zip(inputs, others, places, strict=True)]
 
 
 # ---- the trial -----------------------------------------------------------------------------------

@@ -56,9 +56,7 @@ def place_unseen(
 
 
 def _what(t: Tensor) -> str:
-    return (
-        f"a tensor of shape {tuple(t.shape)} was made by an operation that is not a torch function"
-    )
+    return f"a tensor of shape {tuple(t.shape)} was made by an operation that is not a torch function"
 
 
 def candidates_for(t: Tensor, batch: int) -> list[Place]:

@@ -73,9 +73,7 @@ def matmul(call: Call, grads: list[Tensor], input: Tensor, other: None) -> Contr
     carries="input1 input2",
     when=lambda call: call.where("input1") == call.where("input2") is not None,
 )
-def bilinear(
-    call: Call, grads: list[Tensor], input1: Tensor, input2: Tensor, weight: None, bias: None = None
-) -> Contributions:
+def bilinear(call: Call, grads: list[Tensor], input1: Tensor, input2: Tensor, weight: None, bias: None = None) -> Contributions:
     """y_o = x1ᵀ W_o x2 + b: a linear layer on the outer product of its inputs."""
     dy = call.rows(grads[0])
     out: Contributions = {}
@@ -123,9 +121,7 @@ def _is_plain_einsum(call: Call) -> bool:
     when=_is_plain_einsum,
     takes_over=False,
 )
-def einsum(
-    call: Call, grads: list[Tensor], equation: str, operands: list[Tensor], path: Any = None
-) -> Contributions:
+def einsum(call: Call, grads: list[Tensor], equation: str, operands: list[Tensor], path: Any = None) -> Contributions:
     """A sample contributes the product of its gradient with its part of the other operands."""
     terms = written_out(equation, [t.dim() for t in operands])
     dy = grads[0]

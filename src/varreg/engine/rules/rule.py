@@ -94,9 +94,7 @@ def rule(
         names = tuple(inspect.signature(run).parameters)[2:]
         for function in functions:
             which = [frozenset(x.split()) for x in (serves, saves)]
-            RULES[function] = Rule(
-                run.__name__, names, *which, run, frozenset(carries.split()), when, forward, takes_over
-            )
+            RULES[function] = Rule(run.__name__, names, *which, run, frozenset(carries.split()), when, forward, takes_over)
         return run
 
     return add
