@@ -656,3 +656,66 @@ def test_the_table():
     assert lines[1].split() == ["parameter", "shape", "batch", "p.grad", "mean", "2nd", "moment", "variance"]
     assert [line.split()[:2] for line in lines[3:]] == [["0.weight", "8×4"], ["0.bias", "8"], ["2.weight", "3×8"], ["2.bias", "3"]]  # fmt: skip
     assert "nan" not in str(found)
+
+
+# ---- the lab and `varreg bench` ------------------------------------------------------------------
+
+
+def lab_task(model, loss):
+    from varreg.lab import tasks
+
+    def load(data_dir):
+        parts = [tasks.Split(*pairs()) for _ in range(3)]
+        return tasks.Splits(*parts)
+
+    return tasks.Task("tiny", load, model, 8, 1, loss)
+
+
+def shifted():
+    """What a batch's inputs have in common goes in without a gradient."""
+    return Fn(lambda s, x: s.net(x + float(np.max(x.numpy()))), net=net())
+
+
+def noisy():
+    return Fn(lambda s, x: s.net(x + torch.randn_like(x)), net=net())
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "outcome"),
+    [
+        (net, "VRSGD", "begins"),
+        (shifted, "VRSGD", "stops"),
+        (shifted, "SGD", "begins"),
+        (noisy, "VRAdam", "notes"),
+    ],
+)
+def test_the_lab_verifies_before_it_trains(model, optimizer, outcome, monkeypatch, tmp_path, capsys):
+    from varreg.lab import tasks
+    from varreg.lab.compare import Comparison
+    from varreg.lab.experiment import begin
+
+    tasks.task.cache_clear()
+    tasks.load.cache_clear()
+    monkeypatch.setitem(tasks.TASKS, "tiny", lambda: lab_task(model, F.cross_entropy))
+    made = Comparison("tiny", (optimizer, "Adam"), trials=2, s=(2.0,))
+    if outcome == "stops":
+        with pytest.raises(ValueError, match=f"varreg: {optimizer} cannot be used for task tiny") as raised:
+            begin(made, tmp_path, None, ["varreg"])
+        assert "Samples meet in the model" in str(raised.value) or "varreg: in " in str(raised.value)
+        assert not (tmp_path / "experiment.json").exists()
+    else:
+        begin(made, tmp_path, None, ["varreg"])
+        assert (tmp_path / "experiment.json").exists()
+    assert ("varreg: note: the moments of task tiny cannot be verified." in capsys.readouterr().err) == (outcome == "notes")
+    tasks.task.cache_clear()
+    tasks.load.cache_clear()
+
+
+def test_bench_says_why():
+    from varreg.lab.bench import check_moments
+    from varreg.lab.workloads import Workload
+
+    check_moments(Workload("tiny", net, pairs), ["exact", "groups=4"])
+    with pytest.raises((RuntimeError, ValueError), match="varreg: ") as raised:
+        check_moments(Workload("tiny", shifted, pairs), ["exact"])
+    assert "Samples meet in the model" in str(raised.value) or "varreg: in " in str(raised.value)
