@@ -17,6 +17,7 @@ import varreg
 from tests.models import CASES, Fn
 from varreg.engine.ledger import LEDGERS
 from varreg.engine.modules import MODULE_RULES
+from varreg.engine.parting import find_parting
 
 M = 12
 
@@ -291,42 +292,102 @@ class Standard(nn.Module):
         return x / x.std().item()
 
 
-def test_a_detached_mean():
-    model = Fn(lambda s, x: s.centre(s.net(x)), net=net(), centre=Centred())
-    found = varreg.verify(model, F.cross_entropy, pairs())
-    if found.status == "refused":  # a stricter engine may see it
-        pytest.skip("the engine refuses it by itself")
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x):
+        return self.net(x) if len(x) > 1 else self.net(-x)
+
+
+def written(s, x):
+    """Everybody's first number, written into everybody's row."""
+    h = s.net(x)
+    h[:, 0] = x.detach()[:, 0].max()
+    return h
+
+
+def turned(s, x):
+    """Time first, folded into the batch, and centred over both."""
+    h = s.net(x).transpose(0, 1).flatten(0, 1)
+    return s.centre(h).unflatten(0, (x.shape[1], -1)).transpose(0, 1)
+
+
+def outside(s, x):
+    """NumPy is no torch function: the first operation to show it is the one that takes it in."""
+    return s.net(x + float(np.max(x.numpy())))
+
+
+# each with the function where samples part, its module, and what made one value of all of them
+MEETINGS = {
+    "detached mean": (Fn(lambda s, x: s.centre(s.net(x)), net=net(), centre=Centred()), "sub", "'centre' (Centred)", "mean"),
+    "item": (nn.Sequential(Standard(), net()), "div", "'0' (Standard)", "std"),
+    "numpy": (Fn(outside, net=net()), "add", "the model itself (Fn)", None),
+    "roll": (Fn(lambda s, x: s.net(x).roll(4, 0), net=net()), "roll", "the model itself (Fn)", None),
+    "softmax": (Fn(lambda s, x: s.net(x).softmax(0), net=net()), "softmax", "the model itself (Fn)", None),
+    "written": (Fn(written, net=net()), "__setitem__", "the model itself (Fn)", "max"),
+    "time first": (Fn(turned, net=net(), centre=Centred()), "sub", "'centre' (Centred)", "mean"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MEETINGS)
+def test_where_samples_part(name):
+    model, function, module, source = MEETINGS[name]
+    model.double()
+    x = torch.randn(M, 5, 4) if name == "time first" else torch.randn(M, 4)
+    rows = x.split(1)
+    found = find_parting(model, lambda i: model(x if i is None else rows[i]), M, 1e-9)
+    assert found.at.function == function
+    assert found.at.module == module
+    assert found.at.whole[0] % M == 0
+    assert found.at.single[0] * M == found.at.whole[0]
+    assert (found.source and found.source.function) == source
+    assert str(found).startswith(f"`{function}` in {module} (shape ")
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("name", [name for name in MEETINGS if name != "time first"])
+def test_samples_that_meet(name):
+    """Found out, or refused by the engine itself."""
+    found = varreg.verify(MEETINGS[name][0].double().train(), F.cross_entropy, pairs())
+    assert found.status in ("different", "refused"), str(found)
+    if found.status == "different":
+        assert "Samples meet in the model" in found.reason
+        assert found.parting.at.function == MEETINGS[name][1]
+        assert str(found.parting) in str(found)
+        assert "GroupNorm" in found.advice
+        assert found.outputs > 1e-3
+        assert f"'{found.worst.parameter}'" in str(found)
+    else:
+        assert found.reason.startswith("varreg: ")
+
+
+def test_samples_that_do_not_meet_part_nowhere():
+    model, x = net(nn.LayerNorm(8)), torch.randn(M, 4)
+    rows = x.split(1)
+    assert find_parting(model, lambda i: model(x if i is None else rows[i]), M, 1e-9) is None
+
+
+def test_a_model_that_does_something_else_for_one_sample():
+    found = varreg.verify(Branching(), F.cross_entropy, pairs())
     assert found.status == "different"
-    assert "Samples meet in the model" in found.reason
-    assert found.parting.at.function == "sub"
-    assert found.parting.at.module == "'centre' (Centred)"
-    assert (found.parting.at.whole, found.parting.at.single) == ((8, 3), (1, 3))
-    assert found.parting.source.function == "mean"
-    assert "`sub` in 'centre' (Centred)" in str(found)
-    assert "GroupNorm" in found.advice
-    assert found.outputs > 1e-3
-    assert f"'{found.worst.parameter}'" in str(found)
+    assert (found.parting.at.function, found.parting.instead) == ("linear", "neg")
+    assert "`linear` in 'net.0' (Linear), where one sample goes on with `neg`" in str(found)
 
 
-def test_statistics_by_item():
-    """On the input alone, where there is no gradient that the engine could look at."""
-    model = nn.Sequential(Standard(), net())
-    found = varreg.verify(model, F.cross_entropy, pairs())
-    if found.status == "refused":
-        pytest.skip("the engine refuses it by itself")
+def test_a_hook_that_clips():
+    """It changes what flows back, and the loss is what it should be: not taken for a factor of it."""
+
+    def forward(s, x):
+        h = s.net(x)
+        if h.requires_grad:
+            h.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+        return h
+
+    found = varreg.verify(Fn(forward, net=net()), F.cross_entropy, pairs())
     assert found.status == "different"
-    assert found.parting.at.module == "'0' (Standard)"
-    assert found.parting.source.function == "std"
-
-
-def test_statistics_out_of_sight():
-    """NumPy is no torch function: the first operation that shows it is the one that takes it in."""
-    model = Fn(lambda s, x: s.net(x + float(np.max(x.numpy()))), net=net())
-    found = varreg.verify(model, F.cross_entropy, pairs())
-    if found.status == "refused":
-        pytest.skip("the engine refuses it by itself")
-    assert found.status == "different"
-    assert found.parting.at.function == "add"
+    assert "or a hook or a backward function" in found.reason
 
 
 def contrastive(z, y):

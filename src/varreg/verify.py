@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -342,8 +343,8 @@ class _Few(NamedTuple):
         return self._replace(whole=self.whole.to(dtype), singles=singles)
 
 
-class _InputError(ValueError):
-    """What the user gave cannot be used: raised, not reported."""
+class _InputError(Exception):
+    """What the user gave cannot be used: raised as a `ValueError`, not reported."""
 
 
 def _inputs_and_targets(loss: Loss | None, batch: Any) -> tuple[Any, Any, bool]:
@@ -512,8 +513,8 @@ class _Trial:
         few = self.few
         try:
             whole = self._step(few.whole)
-        except _InputError:
-            raise
+        except _InputError as error:
+            raise ValueError(str(error)) from None
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
             if few.whole.size == few.total:
@@ -588,7 +589,9 @@ class _Trial:
     def _single(self, i: int) -> _Step:
         what = f"sample {self.few.which[i]} alone"
         try:
-            step = self._step(self.few.singles[i])
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a batch of one, which is nobody's but ours
+                step = self._step(self.few.singles[i])
         except Exception as error:
             raise _Cannot(
                 f"The model or its loss fails on {what} ({type(error).__name__}: {error}).",
@@ -603,6 +606,8 @@ class _Trial:
         rtol, rows = found.rtol, found.rows
         mixed = max(row.batch for row in rows) > rtol
         parting = self._parting() if mixed or found.outputs > rtol else None
+        if parting is not None and parting.instead and not found.outputs > rtol:
+            parting = None  # they make other calls, to the same end
         if parting is not None or found.outputs > rtol:
             return _because(replace(found, parting=parting), _model_is_why(parting))
         if mixed:
@@ -621,13 +626,18 @@ class _Trial:
         """Return what the loss does: one factor for all, one for each sample, or it mixes them."""
         n, setting = self.few.whole.size, self.setting
         if n * sum(p.numel() for p in self.params.values()) > _MOST_WEIGHED:
-            return _loss_mixes(None)
-        steps = [self._single(i).grads for i in range(n)]
+            return _loss_mixes(setting.reduction)
+        singles = [self._single(i) for i in range(n)]
+        steps = [step.grads for step in singles]
         each = torch.stack([_flat(step, self.params) for step in steps])
         target = _flat(whole.grads, self.params)
-        factors = _factors(each, target / (1 if setting.reduction == "mean" else n), setting.rtol)
-        if factors is None or float(factors.max() - factors.min()) <= 1e-3 * float(factors.abs().max()):
-            return _loss_mixes(None if factors is None else float(factors.mean()), n, setting)
+        scale = 1 if setting.reduction == "mean" else n
+        factors = _factors(each, target / scale, setting.rtol)
+        losses = torch.tensor([step.loss for step in singles], dtype=torch.float64)
+        if factors is None or not _explain_loss(factors, losses, whole.loss / scale):
+            return _loss_mixes(setting.reduction)
+        if float(factors.max() - factors.min()) <= 1e-3 * float(factors.abs().max()):
+            return _loss_has_factor(float(factors.mean()), n, setting.reduction)
         sums = {name: _Sums(p) for name, p in self.params.items()}
         for factor, step in zip(factors.tolist(), steps, strict=True):
             for name, grad in step.items():
@@ -755,6 +765,12 @@ def _factors(each: Tensor, target: Tensor, rtol: float) -> Tensor | None:
     return f if fits(f) else None
 
 
+def _explain_loss(factors: Tensor, losses: Tensor, whole: float) -> bool:
+    """Do the factors that explain the gradient explain the loss, and are they not all 1?"""
+    is_same = math.isclose(float((factors * losses).mean()), whole, rel_tol=1e-2)
+    return is_same and bool((factors - 1).abs().max() > 1e-2)
+
+
 # ---- words ---------------------------------------------------------------------------------------
 
 
@@ -778,15 +794,17 @@ def _model_is_why(parting: Parting | None) -> _Why:
     )
 
 
-def _loss_mixes(factor: float | None, n: int = 1, setting: _Setting | None = None) -> _Why:
-    reduction = "mean" if setting is None else setting.reduction
-    if factor is None or math.isclose(factor, 1, rel_tol=1e-2):
-        return _Why(
-            "The loss mixes samples: outputs of the whole batch are those of single "
-            f"samples, but the gradient of its loss is not the {reduction} of theirs.",
-            f"If it is to be so, nothing needs to change: {_SHARES} Else write the loss "
-            "as a mean of terms that depend on one sample each.",
-        )
+def _loss_mixes(reduction: str) -> _Why:
+    return _Why(
+        "The loss mixes samples (or a hook or a backward function of the model does): outputs of "
+        "the whole batch are those of single samples, but the gradient of its loss is not the "
+        f"{reduction} of theirs.",
+        f"If it is to be so, nothing needs to change: {_SHARES} Else write the loss as a mean of "
+        "terms that depend on one sample each.",
+    )
+
+
+def _loss_has_factor(factor: float, n: int, reduction: str) -> _Why:
     other = "sum" if reduction == "mean" else "mean"
     if math.isclose(factor, n if reduction == "mean" else 1 / n, rel_tol=1e-3):
         return _Why(
@@ -795,8 +813,8 @@ def _loss_mixes(factor: float | None, n: int = 1, setting: _Setting | None = Non
         )
     return _Why(
         f"The loss of a batch is {factor:.4g} times the {reduction} of the losses of its samples.",
-        "Its ρ is right; mean and variance have that factor in them. Let the loss be a "
-        "mean over samples (reduction='mean') or a sum (reduction='sum').",
+        "Its ρ is right; mean and variance have that factor in them. Let the loss be a mean over "
+        "samples (reduction='mean') or a sum (reduction='sum').",
     )
 
 
