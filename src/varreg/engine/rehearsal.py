@@ -171,6 +171,17 @@ _RANDOM = frozenset(
 )  # fmt: skip
 
 
+_BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+
+@functools.cache
+def _unchecked(function: Any) -> Callable[..., Any]:
+    """Return a function of torch's that does not hand itself to a mode again."""
+    from varreg.engine.tracer import without_override_check
+
+    return without_override_check(function)
+
+
 class _WithoutDropout(TorchFunctionMode):
     """Replaces dropout wherever it is called, and notes the names of other random functions."""
 
@@ -184,6 +195,9 @@ class _WithoutDropout(TorchFunctionMode):
         replacement = self.replacements.get(func)
         if replacement is not None:
             return replacement(func, args, kwargs)
+        if func in _BACKWARD:  # which may run forwards again: in checkpoints, in repeated calls
+            with self:
+                return _unchecked(func)(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in _RANDOM:
             for value in (*args, *kwargs.values()):
