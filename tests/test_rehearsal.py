@@ -145,6 +145,15 @@ def test_layers_of_an_observed_model(name):
     assert run.drawn == ()
 
 
+def test_dropout_on_request():
+    model = nn.Dropout(0.5)
+    with rehearsal(model) as run:
+        with run.with_dropout():
+            assert not torch.equal(model(X), X)
+        assert torch.equal(model(X), X)
+        assert run.is_random
+
+
 def test_the_result_is_a_new_tensor():
     """As it is in training: a model that changes it in place does not change what went in."""
     with rehearsal(nn.Linear(1, 1)):

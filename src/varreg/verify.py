@@ -415,7 +415,7 @@ def _verify_safely(model: nn.Module, loss: Loss | None, few: _Few, setting: _Set
     with _rehearsed(model, loss) as original:
         made = _copied(model, loss)
         if made is not None:
-            with _rehearsed(*made) as run:
+            with original.with_dropout(), _rehearsed(*made) as run:  # which is up to the second
                 found = _Trial(made[0], made[1], few, setting, run).verify()
             if all(p.grad is None for p in model.parameters()):
                 return found
@@ -553,10 +553,12 @@ class _Trial:
         return cannot
 
     def _observed(self) -> list[dict[str, _Measured]]:
-        """Return what varreg says after a first step, and after a second that repeats its plans."""
+        """Return what varreg says after two steps: plans that one makes, the next repeats."""
         found: list[dict[str, _Measured]] = []
         try:
             with observe(self.model, reduction=self.setting.reduction, batch_dim=self.setting.batch_dim) as observer:
+                with self.run.with_dropout():
+                    self._step(self.few.whole)  # what is refused in training is refused here
                 for _ in range(2):
                     grads = self._step(self.few.whole).grads
                     found.append({n: _measured(p, grads[n]) for n, p in self.params.items()})
@@ -796,7 +798,7 @@ def _model_is_why(parting: Parting | None) -> _Why:
 
 def _loss_mixes(reduction: str) -> _Why:
     return _Why(
-        "The loss mixes samples (or a hook or a backward function of the model does): outputs of "
+        "The loss mixes samples or weighs them (or a hook or a backward function does): outputs of "
         "the whole batch are those of single samples, but the gradient of its loss is not the "
         f"{reduction} of theirs.",
         f"If it is to be so, nothing needs to change: {_SHARES} Else write the loss as a mean of "
