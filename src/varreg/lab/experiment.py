@@ -60,7 +60,7 @@ def begin(experiment: Experiment, folder: Path, data_dir: Path | None, command: 
     configs = experiment.plan({})
     found = tasks.check(configs[0].task, data_dir, configs[0].batch)
     for config in {config.optimizer: config for config in configs}.values():
-        Run(config, None, data_dir)
+        Run(config, None, data_dir).verify()
     tasks.load.cache_clear()  # the other processes have their own
     if known is not None and known["fingerprint"] != found:
         raise ValueError(

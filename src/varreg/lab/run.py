@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -146,6 +147,23 @@ class Run:
             return self.task.stream(config.seed, self.step, config.batch)
         index = batches(len(train), config.batch, config.seed, self.step // self.per_epoch)[self.step % self.per_epoch]
         return Split(train.x[index], train.y[index])
+
+    def verify(self) -> None:
+        """Compare what the optimizer will be told of samples with single samples, before it trains.
+
+        Moments that are not theirs are an error. Where it cannot be told, there is a note.
+        """
+        if self.observer is None:
+            return
+        found = varreg.verify(self.model, self.task.loss, tuple(self.batch()))
+        if found.status == "unknown":
+            said = f"varreg: note: the moments of task {self.config.task} cannot be verified."
+            print(said, found.reason, found.advice, file=sys.stderr)
+        elif not found:
+            raise ValueError(
+                f"varreg: {self.config.optimizer} cannot be used for task {self.config.task}: what "
+                f"it would be told of samples is not what single samples say.\n{found}"
+            )
 
     def advance(self) -> None:
         """One step, with the evaluations that are due before and after it."""
