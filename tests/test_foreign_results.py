@@ -36,14 +36,15 @@ def _single_precision():
 def command(*arguments: str | Path) -> str:
     """The real entry point, in this process: the error that it ends with, or nothing."""
     before, sys.argv = sys.argv, ["varreg", *map(str, arguments)]
+    code = None
     try:
         cli.main()
     except SystemExit as end:
-        assert end.code in (0, None) or isinstance(end.code, str), end.code  # text: exit code 1, and no traceback
-        return str(end.code or "")
+        code = end.code
     finally:
         sys.argv = before
-    return ""
+    assert not code or isinstance(code, str), code  # text: exit code 1, and no traceback
+    return code or ""
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +97,14 @@ from varreg import cli
 
 def report(folder):
     sys.argv = ["varreg", "report", folder]
-    cli.main()
+    try:
+        cli.main()
+    except SystemExit as end:
+        return str(end.code or "")
 
 benign, foreign = sys.argv[1:3]
 report(benign)  # whatever varreg itself needs is imported now
-sys.argv = ["spy", benign, foreign]
-folder, seen, on = foreign, [], True
+seen, on = [], True
 RUN = ("import", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "subprocess.Popen", "socket.", "pickle.")
 
 def spy(event, arguments):
@@ -111,37 +114,31 @@ def spy(event, arguments):
         seen.append([event, repr(arguments[:1])])
     if event == "open" and isinstance(arguments[0], str):
         writes = arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-        inside = os.path.realpath(arguments[0]).startswith(os.path.realpath(folder) + os.sep)
-        if writes and not inside and os.path.realpath(arguments[0]) != os.path.realpath(folder):
+        if writes and not (os.path.realpath(arguments[0]) + os.sep).startswith(os.path.realpath(foreign) + os.sep):
             seen.append([event, arguments[0]])
 
 modules = set(sys.modules)
 sys.addaudithook(spy)
-ended = ""
-try:
-    report(foreign)
-except SystemExit as end:
-    ended = str(end.code)
+ended = report(foreign)
 on = False
 print("SPIED " + json.dumps({"seen": seen, "new": sorted(set(sys.modules) - modules), "ended": ended}))
 """
 
 
-def spied(benign: Path, foreign: Path) -> dict:
+def spied(benign: Path, foreign: Path, script: str = SPY) -> dict:
     """What `varreg report` did with a folder that the one before did not need."""
     done = subprocess.run(
-        [sys.executable, "-c", SPY, str(benign), str(foreign)], capture_output=True, text=True, check=False, cwd=foreign
+        [sys.executable, "-c", script, str(benign), str(foreign)], capture_output=True, text=True, check=False, cwd=foreign
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.rpartition("SPIED ")[2])
 
 
-def evil(folder: Path, mark: Path) -> str:
-    """A module in the folder that leaves a mark once it is imported."""
+def evil(folder: Path, mark: Path, *names: str) -> None:
+    """Modules in the folder that leave a mark once they are imported."""
     text = f"from pathlib import Path\nPath({str(mark)!r}).write_text('run')\n"
-    for name in ("evil", "jinja2", "matplotlib", "csv", "shlex"):
+    for name in ("evil", *names):
         (folder / f"{name}.py").write_text(text)
-    return "evil:task"
 
 
 class Tags(html.parser.HTMLParser):
@@ -185,10 +182,13 @@ def test_a_page_of_foreign_results_runs_nothing(real, out, tmp_path):
 
 def test_the_spy_sees(real, out, tmp_path):
     """The same spy on a process that does import what a folder names."""
-    script = SPY.replace("    report(foreign)", "    from varreg.lab.tasks import task\n    task('evil:task')")
-    evil(out, tmp_path / "mark")
-    done = subprocess.run([sys.executable, "-c", script, real, out], capture_output=True, text=True, check=False, cwd=out)
-    assert "'evil'" in done.stdout + done.stderr
+    named = "sys.path.insert(0, ''); from varreg.lab import names; ended = repr(names.imported('evil', 'Path')); import evil_too"
+    outside = f"open({str(tmp_path / 'outside')!r}, 'w').close()"
+    script = SPY.replace("ended = report(foreign)", f"{named}; os.system('true'); {outside}")
+    evil(out, tmp_path / "mark", "evil_too")
+    found = spied(real, out, script)
+    assert {event for event, _ in found["seen"]} == {"import", "os.system", "open"}
+    assert found["new"] == ["evil", "evil_too"]
     assert (tmp_path / "mark").exists()
 
 
@@ -209,7 +209,7 @@ def test_a_budget_that_only_the_task_knows_is_refused(task, missing, out, tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"optimizers": ["os:system", "SGD"]}, "there is no optimizer 'os'"),
+        ({"optimizers": ["os.system", "SGD"]}, "there is no optimizer 'os.system'"),
         ({"optimizers": ["SGD:__class__=1", 3]}, "which must be a list of texts"),
         ({"optimizers": ["SGD", "VRSGD:s=word"]}, "s must be a number"),
         ({"optimizers": ["SGD", "VRSGD:per={1: 2}"]}, "per must be a number or a word"),
@@ -234,10 +234,9 @@ def test_arguments_of_an_experiment_are_looked_at(arguments, words, out):
 def test_modules_in_a_results_folder_are_not_found(out, tmp_path):
     """The command, as it is installed, given within the folder: its jinja2.py is not imported."""
     mark = tmp_path / "mark"
-    evil(out, mark)
-    entry = tmp_path / "bin" / "varreg.py"
+    evil(out, mark, "jinja2", "matplotlib", "csv", "shlex", "typer", "torch")
+    entry = tmp_path / "bin" / "start.py"
     entry.parent.mkdir()
-    entry = entry.with_name("start.py")
     entry.write_text("from varreg.cli import main\nmain()\n")
     (out / "report.html").unlink()
     done = subprocess.run([sys.executable, entry, "report", "."], capture_output=True, text=True, check=False, cwd=out)
