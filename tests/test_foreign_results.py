@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import html.parser
 import io
@@ -26,6 +27,7 @@ from varreg.lab.run import Run as Going
 COMPARE = ("compare", "SGD", "VRSGD", "--task", "logistic", "--trials", "2", "--tuning-seeds", "1", "--seeds", "2")
 COMPARE += ("--epochs", "2", "--jobs", "1", "--no-ablations", "--out")
 SCRIPT = "<script>alert(1)</script>"
+THEORY = {"kind": "theory", "arguments": {}}
 
 
 @pytest.fixture(autouse=True)
@@ -232,17 +234,59 @@ def test_arguments_of_an_experiment_are_looked_at(arguments, words, out):
 
 
 def test_modules_in_a_results_folder_are_not_found(out, tmp_path):
-    """The command, as it is installed, given within the folder: its jinja2.py is not imported."""
+    """The command, as it is installed, given within the folder: its jinja2.py is not imported, and TeX is not run."""
     mark = tmp_path / "mark"
     evil(out, mark, "jinja2", "matplotlib", "csv", "shlex", "typer", "torch")
     entry = tmp_path / "bin" / "start.py"
     entry.parent.mkdir()
     entry.write_text("from varreg.cli import main\nmain()\n")
+    (out / "matplotlibrc").write_text("backend: module://evil\ntext.usetex: True\n")  # matplotlib reads it, wherever it is
     (out / "report.html").unlink()
     done = subprocess.run([sys.executable, entry, "report", "."], capture_output=True, text=True, check=False, cwd=out)
     assert done.returncode == 0, done.stderr
     assert (out / "report.html").exists()
     assert not mark.exists()
+
+
+PUBLISHED = Path(__file__).parent.parent / "docs" / "results" / "theory" / "results.json"
+
+
+@pytest.mark.skipif(not PUBLISHED.exists(), reason="needs the docs")
+def test_a_page_of_foreign_theory_runs_nothing(real, tmp_path):
+    formula = f"=cmd|'/c calc'!A1{SCRIPT}$\\frac"
+
+    def hostile(value):
+        """Hostile words in place of all words but the keys and what is looked up."""
+        if isinstance(value, dict):
+            return {k: formula if k in ("statement", "conditions", "verdict") else hostile(v) for k, v in value.items()}
+        return [hostile(v) for v in value] if isinstance(value, list) else value
+
+    (tmp_path / "experiment.json").write_text(json.dumps({**THEORY, "command": ["os:system"], "about": SCRIPT}))
+    (tmp_path / "theory.json").write_text(json.dumps(hostile(json.loads(PUBLISHED.read_text()))))
+    assert spied(real, tmp_path) == {"seen": [], "new": [], "ended": ""}
+    text = assert_harmless(tmp_path / "report.html")
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+    assert " checks: " in text  # the verdict comes from the numbers, not from the file
+    rows = list(csv.DictReader((tmp_path / "checks.csv").read_text().splitlines()))
+    assert {row["statement"] for row in rows} == {"'" + formula}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"name": "os:system", "epochs": 1, "seeds": 1}, "there is no experiment 'os:system'"),
+        ({"name": ["cifar10"], "epochs": 1, "seeds": 1}, "a list for 'name', which must be text"),
+        ({"name": "cifar10", "epochs": "1", "seeds": 1}, "text for 'epochs', which must be a number from 1 up"),
+        ({"name": "cifar10", "epochs": 1, "seeds": 10**12}, "more than 1,000,000 runs"),
+        ({"name": "cifar10", "epochs": 1}, "no 'seeds'"),
+    ],
+)
+def test_arguments_of_a_reproduction_are_looked_at(arguments, words, tmp_path):
+    path = tmp_path / "experiment.json"
+    path.write_text(json.dumps({"kind": "reproduce", "arguments": arguments}))
+    said = command("report", tmp_path)
+    assert said.startswith(f"varreg: {path} is not what this version of varreg writes")
+    assert words in said
 
 
 def test_an_older_folder_has_a_page_from_its_names_alone(out):
@@ -467,9 +511,6 @@ def test_what_a_report_makes_is_never_read(out):
     (out / "curves.csv").unlink()
     (out / "curves.csv").mkdir()
     assert f"varreg: the page cannot be written to {out}: " in command("report", out)
-
-
-THEORY = {"kind": "theory", "arguments": {}}
 
 
 @pytest.mark.parametrize(

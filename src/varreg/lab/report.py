@@ -180,5 +180,11 @@ def _csv(rows: Rows) -> bytes:
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({key: _cell(value) for key, value in row.items()} for row in rows)
     return buffer.getvalue().encode()
+
+
+def _cell(value: Any) -> Any:
+    """Return text so that no spreadsheet takes it for a formula."""
+    formula = isinstance(value, str) and len(value) > 1 and value[0] in "=+-@"
+    return f"'{value}" if formula else value

@@ -143,7 +143,8 @@ def analyze(found: dict[str, Any]) -> dict[str, Any]:
     )
     warnings = [f"{c['claim']} ({c['conditions']}) {c['verdict'].lower()}: not what varreg's authors found." for c in wrong]
     verdict = [{"kind": "unexpected" if wrong else "theory", "headline": headline, "speed": "", "why": why}]
-    return {"verdict": verdict, "warnings": warnings, "unexpected": len(wrong), **found}
+    kept = {name: found[name] for name in parts()}  # whatever else a file holds is not said
+    return {"verdict": verdict, "warnings": warnings, "unexpected": len(wrong), **kept}
 
 
 def slack(check: dict[str, Any]) -> str:
