@@ -257,15 +257,21 @@ def _optimizer_fault(was: dict[str, Any], optimizer: Any) -> str:
     for a, b in zip(old, new, strict=True):
         if not set(b) <= set(a) or a["params"] != b["params"]:  # a step may add its own to them
             return "other options or parameters in its optimizer"
-    shapes = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+    params = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
     for i, state in was["state"].items():
-        if i not in shapes or not saved.is_table(state):
+        if i not in params or not saved.is_table(state):
             return f"a state of its optimizer for an unknown parameter {i!r}"
         for key, t in state.items():
-            like = isinstance(t, Tensor) and t.dim() and t.shape == shapes[i].shape
-            if like and t.is_floating_point() and t.dtype != shapes[i].dtype:
-                return f"{_form(t)} for {key!r} of its optimizer, of a parameter of {_form(shapes[i])}"
+            if isinstance(t, Tensor) and t.dtype not in _state_dtypes(t, params[i]):
+                return f"{_form(t)} for {key!r} of its optimizer, of a parameter of {_form(params[i])}"
     return ""
+
+
+def _state_dtypes(state: Tensor, p: Tensor) -> tuple[torch.dtype, ...]:
+    """Return the dtypes that a state of a parameter may have: sums over half precision are single."""
+    if not state.is_floating_point() or not state.dim() or state.shape != p.shape:
+        return (state.dtype,)
+    return (p.dtype, torch.float32) if p.dtype.itemsize < 4 else (p.dtype,)
 
 
 ANEW = "Delete it, and the same command runs this run anew; or restore it."
