@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from varreg.engine.arguments import tensors_of
 from varreg.engine.checks import (
     BATCH_NORM,
+    EXPORT,
     batch_norm_message,
     check_model,
     check_options,
@@ -600,10 +601,18 @@ class _Enter:
     def __init__(self, observer: Observer | None = None):
         self.observer = observer
 
-    @eager
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_exporting():  # seen here by a compiler that may look no further
+            raise ValueError(EXPORT)
+        self._enter(module, args, kwargs)
+
+    @eager
+    def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if self.observer is not None:
             self.observer.enter(module, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(_no_attribute(self, name))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
@@ -619,8 +628,21 @@ class _Leave:
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any = None) -> Any:
         return None if self.observer is None else self.observer.leave(module, args, kwargs, output)
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(_no_attribute(self, name))
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
+
+
+def _no_attribute(hook: Any, name: str) -> str:
+    """Return what to say of an attribute that our hooks do not have. TorchScript asks for a name."""
+    if name == "__name__" and hook.__dict__.get("observer") is not None:
+        return (
+            f"varreg: {place('', hook.observer.model)} is observed, and torch.jit.script cannot compile an observed model. "
+            "Call remove() on the observer first, or use copy.deepcopy(model), which is not observed."
+        )
+    return f"{type(hook).__name__!r} object has no attribute {name!r}"
 
 
 def _is_ours(hook: Any) -> bool:

@@ -197,7 +197,9 @@ ADDERS: dict[Any, tuple[int, Any, Any]] = {
 arguments, and the functions that write there, and read from there."""
 WRITERS = frozenset(
     [
-        *(f for f in MOVERS if (is_in_place(f) and f not in RESHAPERS) or f is Tensor.__setitem__),
+        *(f for f in MOVERS if is_in_place(f) and f not in RESHAPERS),
+        Tensor.__setitem__,
+        Tensor.data.__set__,  # type: ignore[attr-defined]
         *ADDERS,
     ]
 )
@@ -412,6 +414,8 @@ def _matmul(op: Operation, batched: Batched, out: Tensor) -> Found:
         other = operands[1] if first else operands[0]
         contracted = x.dim() - 1 if first else max(x.dim() - 2, 0)
         if at.dim == contracted:
+            if other.dim() == 1 and len(batched) == 1:
+                return Gone(is_linear=True)  # Σ_b w_b x_b, with constants w_b
             return mixing(op) if out.dim() else guess(op, batched, out)
         # a vector drops the dimension that it is multiplied along, and what follows moves
         drops = other.dim() == 1 and at.dim < contracted

@@ -67,7 +67,7 @@ from varreg.engine.propagation import (
     written,
 )
 from varreg.engine.rules import RULES, STACKED, Call, Rule
-from varreg.engine.trial import Verdict, is_weighted, try_affine, try_operation, try_sum
+from varreg.engine.trial import Verdict, is_weighted, keeps_apart, try_affine, try_operation, try_sum
 from varreg.engine.unseen import candidates_for, graph_of, place_unseen
 
 if TYPE_CHECKING:
@@ -191,8 +191,13 @@ class Tracer(TorchFunctionMode):
         if func in _CONSTANT:
             return func(*args, **kwargs)
         seen = self._sorted(func, args, kwargs)
+        if func in _DETACH:
+            shared = self.aliases.setdefault(args[0].untyped_storage().data_ptr(), [])
+            shared.append(args[0])
         if not (seen.tracked or seen.knows_samples):
             return func(*args, **kwargs)
+        if func is Tensor.register_hook and seen.batched:
+            return self._register_hook(*args, **kwargs)
         if func in _ESCAPES:
             if seen.knows_samples:
                 self._escape(func)
@@ -215,9 +220,7 @@ class Tracer(TorchFunctionMode):
             self._mark(out, lambda t, i: where or self.where(func, args, kwargs, seen.batched, t, i))
         elif seen.batched:
             self._mark(out, lambda t, i: self.where(func, args, kwargs, seen.batched, t, i))
-            if func in _DETACH:
-                x = seen.batched[0][0]
-                self.aliases.setdefault(x.untyped_storage().data_ptr(), []).append(x)
+            if func in _DETACH:  # to be seen again: what it shares memory with has to be known
                 return out
             self._plan(form, func, args, kwargs, seen.batched, results(out))
         elif torch.is_grad_enabled():
@@ -232,6 +235,8 @@ class Tracer(TorchFunctionMode):
         seen = Seen([], [], [], [])
         tensors = args[:1] if func in SHAPE_ONLY and args else tensors_in(args, kwargs)
         for t in tensors:
+            if type(t) is not Tensor and type(t).__name__ == "FakeTensor":
+                continue  # a compiler looks at shapes, and calls what it makes of them later
             where = mark_of(t)
             if where is None and t.requires_grad:
                 if self.observer.ledger(t):
@@ -273,6 +278,30 @@ class Tracer(TorchFunctionMode):
     def _name(self, t: Tensor) -> str | None:
         ledger = self.observer.ledger(t)
         return None if ledger is None else ledger.name
+
+    def _register_hook(self, t: Tensor, hook: Callable[[Tensor], Any]) -> Any:
+        """Register a hook of the user's. If it changes gradients, it is tried once: it must not mix
+        samples."""
+        at, path = mark_of(t), self.observer.path()
+        tried = self._lets_samples_meet or self.batch <= 1 or not isinstance(at, Place)
+
+        def careful(grad: Tensor) -> Any:
+            nonlocal tried
+            result = hook(grad)
+            if result is not None and not tried:
+                tried = True
+                with torch.random.fork_rng([]):
+                    said = keeps_apart(
+                        lambda given: [hook(given[0])], [grad], [at], [at], needs_proof=False
+                    )
+                if said is not Verdict.APART:
+                    raise RuntimeError(
+                        f"varreg: in {path}, a hook on a tensor changes its gradient, and mixes samples: a sample has "
+                        "no gradient of its own. Change each sample's gradient by itself."
+                    )
+            return result
+
+        return t.register_hook(careful)
 
     def _escape(self, func: Any) -> None:
         """Values of the batch leave torch, or choose where others go: when the forward ends, a trial
@@ -467,12 +496,17 @@ class Tracer(TorchFunctionMode):
         if self._stays(op, t, places) and not is_chosen:
             assert target is not None
             return target
-        if target is not None and len(places) == 1 and not is_chosen and op.function not in RESHAPERS:
+        is_constant = not any(id(a) in places for a in data[1:])
+        if target is not None and is_constant and not is_chosen and op.function not in RESHAPERS:
             return target  # a constant is everybody's
         found = written(op, places, t, self.batch) if places else None
         if isinstance(found, Gone) or found is None:
             found = target or Lost(f"{name} into a tensor of shape {tuple(t.shape)}")
         if isinstance(found, Place) and is_chosen:
+            masks = [(x, at) for x, at in seen.batched if id(x) in index]
+            if all(x.dtype is torch.bool for x, _ in masks):  # each sample chooses its own rows
+                own = all(at == found for _, at in masks)
+                return found if own else Lost(f"{name} mixes samples", mixed=True)
             with torch.random.fork_rng([]):
                 verdict = try_operation(op, seen.batched, found)
             if verdict is not Verdict.APART:
