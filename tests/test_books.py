@@ -236,6 +236,16 @@ def uses_that_cancel() -> nn.Module:
     return Fn(lambda s, x: s.l(x) - s.l(x + 1) + s.l(x) - s.l(x - 1) + s.o(x), l=nn.Linear(8, 5), o=nn.Linear(8, 5))
 
 
+def scalars() -> nn.Module:
+    """One number, used twice and by way of a graph: contributions have no shape."""
+    return Fn(
+        lambda s, x: (s.l(x) * s.a.exp() * s.a + s.a.sin() + s.b * torch.ones(5)).softmax(-1),
+        l=nn.Linear(8, 5),
+        a=weight(),
+        b=weight(),
+    )
+
+
 def direction() -> nn.Module:
     return Fn(lambda s, x: s.l(x) @ (s.w / s.w.norm()).view(1, 1), l=nn.Linear(8, 1), w=weight(1))
 
@@ -246,6 +256,7 @@ NOISE = {  # model: the shape of its input without the batch, and the parameters
     table_of_positions: ((6, 8), ["k.bias", "row"]),
     uses_that_cancel: ((8,), ["l.weight", "l.bias"]),
     direction: ((8,), ["w"]),
+    scalars: ((8,), ["b"]),
 }
 
 
