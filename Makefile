@@ -8,7 +8,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types docs docs-serve bench clean
+.PHONY: demo test sanitize lint types docs docs-serve bench clean
 
 demo: $(VENV)/.lab
 	$(BIN)/varreg compare SGD VRSGD --task digits --out runs/demo
@@ -16,6 +16,9 @@ demo: $(VENV)/.lab
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
 	VARREG_NATIVE=0 $(BIN)/python -m pytest tests/test_conformance.py tests/test_update_rules.py  # once more without native code
+
+sanitize: $(VENV)/.dev  # native code under the address and undefined-behaviour sanitizers
+	.ci/sanitize $(BIN)/python
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
