@@ -250,7 +250,7 @@ def ratio(
         rho = rho.to(history.dtype)
     kind, beta = options["history"], options["history_beta"]
     record(history, count, rho, kind, beta)
-    return rho, average(history, count, kind, beta, scratch("average", delta.shape, delta))
+    return rho, average(history, count, kind, beta, scratch("average", rho.shape, rho))
 
 
 def one_or_nan(present: Tensor) -> Tensor:

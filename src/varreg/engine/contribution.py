@@ -49,6 +49,11 @@ def stat_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def length(c: Tensor) -> float:
+    """Σ_u |c_u| of `[u, …]`."""
+    return float((c.flatten(1).norm(dim=1) if c.dim() > 1 else c.abs()).sum())
+
+
 class Contribution:
     """Per-sample contributions to one tensor's gradient, of the given shape. Subclasses say how to get them.
 
@@ -115,7 +120,7 @@ class Contribution:
 
     def size(self) -> float:
         """How much was added up, before it cancelled: Σ_u |C_u| at least. Rounding errors are relative to that."""
-        return sum(float(c.reshape(len(c), -1).norm(dim=1).sum()) for _, c in self.chunks())
+        return sum(length(c) for _, c in self.chunks())
 
     def total(self) -> Tensor | None:
         """S alone."""
@@ -196,7 +201,7 @@ class Outer(Contribution):
 
     def size(self) -> float:
         """Σ_b |δ_b||a_b|, which is Σ_br |δ_br||a_br| at least: rows of one sample may cancel."""
-        return float((self.delta.flatten(1).norm(dim=1) * self.a.flatten(1).norm(dim=1)).sum())
+        return float((self.delta.flatten(1).norm(dim=1) * self.a.flatten(1).norm(dim=1)).sum())  # [b, r, features] each
 
     def total(self) -> Tensor | None:
         delta, a = (t.reshape(-1, t.shape[2]) for t in (self.delta, self.a))

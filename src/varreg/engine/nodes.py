@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from varreg.engine.arguments import results, swap
-from varreg.engine.contribution import Contribution, Dense, Grouped, Partition, Scattered
+from varreg.engine.contribution import Contribution, Dense, Grouped, Partition, Scattered, length
 from varreg.engine.layout import Place, Single, narrow, owners_of, per_sample, samples
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Target:
             c = chunk.to(self.dtype)
             total = c.sum(0) if total is None else total.add_(c.sum(0))
             if self.value is not None:
-                size += float(c.reshape(len(c), -1).norm(dim=1).sum())
+                size += length(c)
             rows.append(_vjp(edge, parameters, c.clone()))
         for i, (p, ledger) in enumerate(self.leaves if rows else ()):
             values = torch.cat([row[i] for row in rows])
