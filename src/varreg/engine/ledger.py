@@ -129,6 +129,7 @@ class Ledger:
         self.shared = False  # more than one use was seen in one window: always wait for all of them
         self.pending: list[Contribution] = []
         self.arrived = 0  # uses in this window
+        self.arriving: set[int] = set()  # the forwards of these uses; those of a checkpoint have no number
         self.in_window = False
         self.looked = False  # was clearing looked for in the backward that runs?
         self.was_cleared = False  # since the last window closed
@@ -141,6 +142,8 @@ class Ledger:
         self.count = self.groups = 0
         self.total: Tensor | None = None
         self.square: Tensor | None = None
+        self.forwards: set[int] = set()  # whose samples are counted
+        self.used: set[int] = set()  # those of them that have contributed
         self.lent = False  # was W handed out since it was last added to?
         self.added = 0.0  # a size of what was added up, before it cancelled; known where sums are examined
         self.precision = 0.0  # the rounding error of p.grad where it is autograd's own, beside what is measured; else 0
@@ -258,9 +261,25 @@ class Ledger:
             else:  # somebody may keep what was handed out
                 self.square = self.square + square if self.lent else self.square.add_(square)
             self.lent = False
-        self.count += contribution.partition.batch
-        self.groups += contribution.partition.groups
+        if not self._is_counted(self.arriving):
+            self.count += contribution.partition.batch
+            self.groups += contribution.partition.groups
         return total
+
+    def _is_counted(self, forwards: set[int]) -> bool:
+        """Are the samples of these forwards counted? Two losses of one forward are of the same ones."""
+        return bool(forwards) and forwards <= self.forwards
+
+    def expect_use(self, forward: int) -> None:
+        """A use of this forward arrives; 0 is one of a checkpoint, which runs again for another one."""
+        if not forward:
+            return
+        if forward in self.used:
+            raise RuntimeError(
+                f"varreg: backward() ran a second time through the same forward pass, and gradients of '{self.name}' were not "
+                "cleared in between: what one sample contributes to both cannot be told. Add the losses and call backward() once."
+            )
+        self.arriving.add(forward)
 
     def _sums(self, contribution: Contribution) -> tuple[Tensor | None, Tensor | None]:
         """S and W; in float64 if the squares of all that float32 can hold as a gradient cannot be held.
@@ -296,6 +315,9 @@ class Ledger:
         self.settle(p)
         self.expected = max(0, self.expected - self.arrived)
         self.arrived = 0
+        self.forwards |= self.arriving
+        self.used |= self.arriving
+        self.arriving = set()
         self.in_window = False
         self.note(p)
 
@@ -308,15 +330,17 @@ class Ledger:
         """Is `p.grad` still the tensor that was measured? Its values may have changed, by clipping or unscaling."""
         return p.grad is not None and (self.merged is not None or (self._grad is not None and self._grad() is p.grad))
 
-    def pass_by(self, p: Tensor, partition: Partition) -> None:
+    def pass_by(self, p: Tensor, partition: Partition, forwards: set[int]) -> None:
         """A window closed in which the parameter had no use: its samples count, and contribute nothing.
 
         That holds before its first use, too: it may come in a later micro-batch.
         """
         there = p.grad is not None
-        if (self.count or (self.merged is not None and there)) if self.sharded else (p.requires_grad or there):
+        counts = (self.count or (self.merged is not None and there)) if self.sharded else (p.requires_grad or there)
+        if counts and not self._is_counted(forwards):
             self.count += partition.batch
             self.groups += partition.groups
+            self.forwards |= forwards
         self.note(p)
 
     def own(self, p: Tensor, partition: Partition | None) -> tuple[int, int, Tensor | None, bool]:

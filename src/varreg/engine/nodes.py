@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 class Target:
     """Takes contributions to a tensor, and enters them into the ledgers of the parameters that it is made of."""
 
-    __slots__ = ("_epochs", "direct", "dtype", "edge", "leaves", "observer", "rounding", "rows", "value")
+    __slots__ = (
+        *("direct", "dtype", "edge", "ends", "forward", "leaves", "observer"),
+        *("rounding", "rows", "value"),
+    )
 
     def __init__(self, observer: Observer, t: Tensor, leaves: list[tuple[Tensor, Ledger]], rows: Tensor | None = None):
         self.observer, self.leaves = observer, leaves
@@ -35,7 +38,9 @@ class Target:
         self.value = t.detach() if examined else None
         # Of a pull-back, which runs in the precision of the graph that made the tensor.
         self.rounding = 0.0 if self.direct else max(_eps(t.dtype), _autocast_rounding(t))
-        self._epochs: Sequence[object] = ()
+        self.forward = observer.forward
+        gradient_edge = torch.autograd.graph.get_gradient_edge
+        self.ends = [] if self.direct else [gradient_edge(p).node for p, _ in leaves]
         for _, ledger in leaves:
             ledger.uses.add(id(self))
 
@@ -51,7 +56,7 @@ class Target:
 
         `rounding` is the error of what arrived, and `own` says that the gradient is not that sum, but autograd's own.
         """
-        if not self.leaves or not self.observer.records(node):
+        if not self.leaves or not self._records(node):
             total = contribution.total()
             return None if total is None else total.to(self.dtype)
         try:
@@ -67,15 +72,13 @@ class Target:
             raise
 
     def _open(self, partition: Partition) -> None:
-        self.observer.open(self.leaves, partition)
-        epochs = [ledger.epoch for _, ledger in self.leaves]
-        if self._epochs and any(old is new for old, new in zip(self._epochs, epochs, strict=True)):
-            raise RuntimeError(
-                f"varreg: backward() ran a second time through the same forward pass, and gradients of '{self.leaves[0][1].name}' "
-                "were not cleared in between: what one sample contributes to both cannot be told. Add the losses and call "
-                "backward() once."
-            )
-        self._epochs = epochs
+        self.observer.open(self.leaves, partition, self.forward)
+
+    def _records(self, node: Any) -> bool:
+        """Is the backward that runs one that accumulates gradients? `torch.autograd.grad` is not."""
+        if self.direct:
+            return self.observer.records(node)
+        return any(self.observer.records(end) for end in self.ends)
 
     def _pull_back(self, contribution: Contribution) -> Tensor | None:
         """Through the graph that made the tensor of parameters, one group at a time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import warnings
@@ -29,7 +30,7 @@ from varreg.engine.checks import (
 )
 from varreg.engine.contribution import Partition
 from varreg.engine.eager import eager
-from varreg.engine.layout import Layout, Lost, Place, Ragged, Summed, Where
+from varreg.engine.layout import Layout, Lost, Place, Ragged, Single, Summed, Where
 from varreg.engine.ledger import LEDGERS, Ledger, moments, unmeasured_message
 from varreg.engine.marks import DERIVED, forget, mark, mark_of, new_epoch
 from varreg.engine.modules import MODULE_RULES, detach_own, restore_own, use_rule
@@ -85,6 +86,9 @@ class Observer:
         self._window: dict[int, tuple[Tensor, Ledger]] = {}  # parameters that the running backward has reached
         self._partition: Partition | None = None  # of the running backward's batch
         self._windows = 0
+        self.forward = 0  # the number of the forward that runs, or ran last; 0 in a checkpoint's
+        self._forwards: set[int] = set()  # of which uses arrived in the running backward
+        self._forward_numbers = itertools.count(1)
         self._looked = False  # were gradients that were cleared looked for, for the running backward?
         self._queued = False  # will the running backward close the window when it ends?
         self._recalled: dict[nn.Module, list[list[Any]]] = {}  # the marks of inputs that a checkpoint will want again
@@ -217,7 +221,7 @@ class Observer:
         except RuntimeError:
             return False
 
-    def open(self, leaves: list[tuple[Tensor, Ledger]], partition: Partition) -> None:
+    def open(self, leaves: list[tuple[Tensor, Ledger]], partition: Partition, forward: int) -> None:
         """Contributions to these parameters arrive: the window is open until the backward pass ends."""
         self._queue()
         self.look()
@@ -229,11 +233,13 @@ class Observer:
                 f"use for {self._partition.batch}: samples cannot be matched. Call backward() once for each batch; and if a layer's "
                 "input folds other dimensions into the batch, let the fold happen inside of the model's own forward()."
             )
+        self._forwards.add(forward)
         for t, ledger in leaves:
             p = self._shard_of(t)
             if id(p) not in self._window:
                 ledger.open(p)
                 self._window[id(p)] = (p, ledger)
+            ledger.expect_use(forward)
 
     def ledger_of(self, p: Tensor) -> Ledger | None:
         """The ledger of a parameter, where it is this observer's."""
@@ -292,6 +298,7 @@ class Observer:
         window, partition = self._window, self._partition
         passed, self._passed = self._passed, set()
         self._window, self._partition, self._queued, self._recalled = {}, None, False, {}
+        forwards, self._forwards = self._forwards - {0}, set()
         self._windows += 1
         self._looked = False
         for _, ledger in self._known.values():
@@ -302,7 +309,7 @@ class Observer:
         if partition is not None:
             for key, (p, ledger) in self._known.items():
                 if key not in window and key not in passed:
-                    ledger.pass_by(p, partition)
+                    ledger.pass_by(p, partition, forwards)
         if len(window) < len(self._known):
             self._warn_unmeasured([x for key, x in self._known.items() if key not in window])
         if self._is_distributed() and torch._C._current_graph_task_id() != -1:
@@ -402,6 +409,7 @@ class Observer:
             self._queue()
         elif self._queued or self._window:  # an earlier backward failed and never closed its window
             self.abort()
+        self.forward = 0 if again else next(self._forward_numbers)
         if not again:
             for p, ledger in self._known.values():
                 ledger.release(p)
@@ -447,14 +455,18 @@ class Observer:
         self.tracer.end()
         outputs = tensors_of(output)
         if not is_tracing():  # another observed model, around this one, may take it from here
+            alone = {at.sample for t in outputs if isinstance(at := mark_of(t), Single)}
             for t in outputs:
-                self._check_output(t)
+                self._check_output(t, len(alone) == self.tracer.batch)
             if output is not None:
                 self._try_escapes(module, args, kwargs, inputs or [], outputs)
             forget((inputs, output))
 
-    def _check_output(self, t: Tensor) -> None:
-        """What the loss gets must tell samples apart; where it does not, no gradient may arrive."""
+    def _check_output(self, t: Tensor, has_all: bool) -> None:
+        """What the loss gets must tell samples apart; where it does not, no gradient may arrive.
+
+        `has_all` says that each sample has an output of its own, as in a list of their losses.
+        """
         if not t.requires_grad or t.is_leaf or not torch.is_grad_enabled():
             return
         where = mark_of(t) or self.tracer.place(t)
@@ -462,12 +474,12 @@ class Observer:
         if where is DERIVED:
             why = derived_output_message(tuple(t.shape), self.tracer.names([t]))
         elif self.batch_norm != "contribution" and not isinstance(where, Lost):
-            why = self._fault_of(t, where)
+            why = self._fault_of(t, where, has_all)
         if why is not None:
             about = f"varreg: an output of {self.path()}, of shape {tuple(t.shape)}, "
             t.register_hook(refuse_gradient(why if why.startswith("varreg: ") else about + why))
 
-    def _fault_of(self, t: Tensor, where: Any) -> str | None:
+    def _fault_of(self, t: Tensor, where: Any, has_all: bool) -> str | None:
         """Return why a loss could not tell samples apart in an output; None where it can."""
         batch, dim = self.tracer.batch, self.batch_dim
         size = t.shape[dim] if t.dim() > dim else None
@@ -485,7 +497,12 @@ class Observer:
                 f"has size {size} in dimension {dim}, but the first input has 1 there, which was taken for the "
                 "batch, and others differ. Pass the input that carries the batch first."
             )
-        if size == batch and where != Layout(batch, dim):
+        if isinstance(where, Single) and not has_all:
+            return (
+                f"belongs to sample {where.sample} alone, and not every sample has an output: a loss would take it for "
+                "that of the whole batch."
+            )
+        if size == batch and where != Layout(batch, dim) and not isinstance(where, Single):
             return (
                 f"has as many rows in dimension {dim} as there are samples, but they are not the samples in their "
                 "order: a loss would pair them with others' targets. Return samples in the order in "

@@ -291,9 +291,7 @@ class Tracer(TorchFunctionMode):
             if result is not None and not tried:
                 tried = True
                 with torch.random.fork_rng([]):
-                    said = keeps_apart(
-                        lambda given: [hook(given[0])], [grad], [at], [at], needs_proof=False
-                    )
+                    said = keeps_apart(lambda given: [hook(given[0])], [grad], [at], [at], needs_proof=False)
                 if said is not Verdict.APART:
                     raise RuntimeError(
                         f"varreg: in {path}, a hook on a tensor changes its gradient, and mixes samples: a sample has "
