@@ -14,6 +14,7 @@ from torch import Tensor
 from varreg.engine.arguments import results, swap
 from varreg.engine.contribution import Contribution, Dense, Grouped, Partition, Scattered, length
 from varreg.engine.layout import Place, Single, narrow, owners_of, per_sample, samples
+from varreg.engine.propagation import is_in_place
 
 if TYPE_CHECKING:
     from varreg.engine.ledger import Ledger
@@ -302,6 +303,7 @@ class Repetition:
         where: str,
     ):
         self.func, self.targets, self.where = func, targets, where
+        self.writes = is_in_place(func)
         self.inputs = [at for _, at in batched]
         slots = {id(t): _Slot(i) for i, t in enumerate([*(t for t, _ in batched), *tracked])}
         self.args, self.kwargs = swap(args, kwargs, slots)
@@ -337,6 +339,8 @@ class Repetition:
             for u in range(last - first):
                 a, b = start + u * n, start + (u + 1) * n
                 part = [narrow(t.detach(), at, a, b) for t, at in zip(inputs, self.inputs, strict=True)]
+                if self.writes:
+                    part = [None if t is None else t.clone() for t in part]
                 for i, c in enumerate(self._one([*part, *tracked], tracked, a, b)):
                     rows[i].append(c)
         return [torch.stack(r) for r in rows]
