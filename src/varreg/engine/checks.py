@@ -125,7 +125,7 @@ def refuse_transforms(model: nn.Module) -> None:
     what = None
     if torch.compiler.is_exporting():
         what = "torch.export"
-    elif torch.jit.is_tracing():
+    elif torch._C._get_tracing_state() is not None:
         what = "torch.jit.trace"
     elif torch.autograd.forward_ad._current_level >= 0:
         what = "forward-mode differentiation (torch.autograd.forward_ad, torch.func.jvp)"

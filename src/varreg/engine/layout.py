@@ -103,7 +103,8 @@ class Lost(NamedTuple):
 
 class Summed(NamedTuple):
     """A sum over samples of what each one gives, such as a mean loss: its gradient still tells
-    samples apart, as long as nothing but linear operations follow."""
+    samples apart, as long as nothing but linear operations follow.
+    """
 
     batch: int
 
@@ -149,7 +150,8 @@ def _padded(t: Tensor, at: Ragged) -> Tensor:
     out = torch.zeros((at.batch * most, *t.shape[1:]), dtype=t.dtype, device=t.device)
     where = (sorted_owner * most + position).to(t.device)
     out.index_copy_(0, where, t.index_select(0, order.to(t.device)))
-    return out.unflatten(0, (at.batch, most))
+    padded: Tensor = out.unflatten(0, (at.batch, most))
+    return padded
 
 
 def rows(t: Tensor, at: Place, features: int = 1) -> Tensor:
@@ -198,7 +200,8 @@ NOBODY = -1
 
 def numbers(t: Tensor, at: Place | None) -> Tensor:
     """Return a tensor of `t`'s shape that holds, at each place, the number of the sample that
-    owns it. It takes no memory: all strides but one are 0. Constants belong to nobody."""
+    owns it. It takes no memory: all strides but one are 0. Constants belong to nobody.
+    """
     if at is None or isinstance(at, Single):
         value = NOBODY if at is None else at.sample
         return torch.full((), value, dtype=torch.int32, device=t.device).expand(t.shape)

@@ -127,17 +127,16 @@ def _vjp(edge: Any, parameters: list[Tensor], grads: Tensor) -> list[Tensor]:
 def _refuse_second_order(ctx: Any) -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f"varreg: {_names_of(ctx)}: a backward pass with create_graph=True runs through an observed model, and second derivatives would miss the observed "
-            "parameters. Compute it on an unobserved model: `observer.remove()` first, or a copy.deepcopy of the model."
+            f"varreg: {_names_of(ctx)}: a backward pass with create_graph=True runs through an observed model, and "
+            "second derivatives would miss the observed parameters. Compute it on an unobserved model: "
+            "`observer.remove()` first, or a copy.deepcopy of the model."
         )
 
 
 def _names_of(ctx: Any) -> str:
     """Return the names of the parameters that a node is for."""
-    if hasattr(ctx, "use"):
-        targets = getattr(ctx.use[0], "targets", [])
-    else:
-        targets = [ctx.target] if hasattr(ctx, "target") else ctx.call.targets
+    targets = getattr(ctx.use[0], "targets", []) if hasattr(ctx, "use") else []
+    targets = targets or ([ctx.target] if hasattr(ctx, "target") else getattr(getattr(ctx, "call", None), "targets", []))
     names = [ledger.name for target in targets for _, ledger in target.leaves]
     return ", ".join(f"'{n}'" for n in dict.fromkeys(names)) or "an observed parameter"
 
@@ -197,7 +196,8 @@ class _Node(torch.autograd.Function):
 
 class Use(_Node):
     """Passes a function's outputs on, and takes over the gradients of the parameters that were
-    detached in it."""
+    detached in it.
+    """
 
     @staticmethod
     def forward(
@@ -272,7 +272,8 @@ class Spread(_Node):
 
 class _Rows(Contribution):
     """Contributions to a tensor of which each sample uses its own rows alone: elsewhere, its
-    gradient is zero."""
+    gradient is zero.
+    """
 
     chunk = 1  # one group at a time: each is as large as the whole tensor
 
@@ -372,7 +373,8 @@ def _filled(value: Any, tensors: Sequence[Tensor | None]) -> Any:
 
 class Repeat(_Node):
     """Stands between a parameter and a function that has no rule; repeats the function group by
-    group when its gradient is known."""
+    group when its gradient is known.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: Repetition, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -439,7 +439,7 @@ def _einsum(op: Operation, batched: Batched, out: Tensor) -> Found:
     equation, operands = equation_of(op.args), operands_of(op.args)
     carriers = {id(x): at for x, at in batched}
     letters: set[str] = set()
-    shares: set[Any] = set()
+    shares: set[Place] = set()
     for term, operand in zip(equation.inputs, operands, strict=True):
         at = carriers.get(id(operand))
         if at is None:
@@ -541,7 +541,8 @@ def _lookup(op: Operation, batched: Batched, out: Tensor) -> Found:
 @_for(F.embedding_bag)
 def _bags(op: Operation, batched: Batched, out: Tensor) -> Found:
     """Without offsets, a row is a bag. With them, a bag belongs to the sample of all its rows; where
-    the model's input is one long list, the inputs do not tell: a bag is a sample."""
+    the model's input is one long list, the inputs do not tell: a bag is a sample.
+    """
     ids, at = op.args[0], batched[0][1]
     if isinstance(at, Single) or (ids.dim() == 2 and at.dim == 0 and batched[0][0] is ids):
         return at

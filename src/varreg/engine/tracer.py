@@ -127,7 +127,8 @@ class Seen(NamedTuple):
 
 class Tracer(TorchFunctionMode):
     """Follows the batch through one forward pass, and puts a node into the graph wherever a
-    parameter meets it."""
+    parameter meets it.
+    """
 
     def __init__(self, observer: Observer):
         super().__init__()
@@ -176,7 +177,8 @@ class Tracer(TorchFunctionMode):
 
     def _passed(self, plan: Plan, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run a call without parameters that is like an earlier one; should its results be of other
-        shapes, they are looked at."""
+        shapes, they are looked at.
+        """
         out = func(*args, **kwargs)
         if plan.fits(out):
             plan.mark(results(out))
@@ -187,7 +189,8 @@ class Tracer(TorchFunctionMode):
 
     def _look(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], form: Form | None = None) -> Any:
         """Run a call of which nothing is known yet. With a form, what is found is kept for the
-        next one, if it holds for all like it."""
+        next one, if it holds for all like it.
+        """
         if func in _CONSTANT:
             return func(*args, **kwargs)
         seen = self._sorted(func, args, kwargs)
@@ -281,9 +284,12 @@ class Tracer(TorchFunctionMode):
 
     def _register_hook(self, t: Tensor, hook: Callable[[Tensor], Any]) -> Any:
         """Register a hook of the user's. If it changes gradients, it is tried once: it must not mix
-        samples."""
+        samples.
+        """
         at, path = mark_of(t), self.observer.path()
-        tried = self._lets_samples_meet or self.batch <= 1 or not isinstance(at, Place)
+        if self._lets_samples_meet or self.batch <= 1 or not isinstance(at, Place):
+            return t.register_hook(hook)
+        place, tried = at, False
 
         def careful(grad: Tensor) -> Any:
             nonlocal tried
@@ -291,7 +297,7 @@ class Tracer(TorchFunctionMode):
             if result is not None and not tried:
                 tried = True
                 with torch.random.fork_rng([]):
-                    said = keeps_apart(lambda given: [hook(given[0])], [grad], [at], [at], needs_proof=False)
+                    said = keeps_apart(lambda given: [hook(given[0])], [grad], [place], [place], needs_proof=False)
                 if said is not Verdict.APART:
                     raise RuntimeError(
                         f"varreg: in {path}, a hook on a tensor changes its gradient, and mixes samples: a sample has "
@@ -303,7 +309,8 @@ class Tracer(TorchFunctionMode):
 
     def _escape(self, func: Any) -> None:
         """Values of the batch leave torch, or choose where others go: when the forward ends, a trial
-        says whether they came back and made samples depend on each other."""
+        says whether they came back and made samples depend on each other.
+        """
         if torch.is_grad_enabled() and self.batch > 1 and not self._lets_samples_meet:
             self.escapes[(name_of(func), self.observer.path())] = None
 
@@ -319,7 +326,8 @@ class Tracer(TorchFunctionMode):
 
     def _refuse_later(self, t: Tensor, lost: Lost) -> None:
         """A gradient that arrives at a tensor without a place is an error: whose would it be? Where
-        samples were mixed, there is no need to wait for it."""
+        samples were mixed, there is no need to wait for it.
+        """
         if not (t.requires_grad and t.grad_fn is not None and torch.is_grad_enabled()):
             return
         if self._lets_samples_meet or self.batch <= 1:
@@ -382,7 +390,8 @@ class Tracer(TorchFunctionMode):
         index: int,
     ) -> Where:
         """Return where the batch is in an output. What is not known is tried, once for each kind of
-        call."""
+        call.
+        """
         op = Operation(func, args, kwargs, index)
         found = propagate(op, batched, out)
         if isinstance(found, Guess):
@@ -453,7 +462,8 @@ class Tracer(TorchFunctionMode):
 
     def _note_lookup(self, out: Tensor, ids: Tensor, table: Tensor, padding_idx: int | None = None, *_: Any, **__: Any) -> None:
         """Rows of a parameter, looked up once for all samples: what they receive can be put back
-        without a detour through autograd."""
+        without a detour through autograd.
+        """
         rows = ids.flatten()
         distinct = len(rows.unique()) == len(rows)
         skips = padding_idx is not None and padding_idx % len(table) in rows
@@ -464,7 +474,8 @@ class Tracer(TorchFunctionMode):
 
     def _write(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], seen: Seen) -> Any:
         """Run a function that writes into its first argument, or into a copy of it, which then
-        carries the batch where both of them say."""
+        carries the batch where both of them say.
+        """
         op = Operation(func, args, kwargs, 0)
         t = moved_data(op)[0]
         place = self._place_written(op, t, seen)
@@ -666,8 +677,9 @@ class Tracer(TorchFunctionMode):
         if not rule.when(call):
             return None
         out, detached = _run_detached(rule, func, args, kwargs, tracked)
-        places = [self.where(func, args, kwargs, batched, t, i) for i, t in enumerate(results(out))]
-        if not all(isinstance(at, Place) for at in places):
+        wheres = [self.where(func, args, kwargs, batched, t, i) for i, t in enumerate(results(out))]
+        places = [at for at in wheres if isinstance(at, Place)]
+        if len(places) < len(wheres):
             return None
         call = call._replace(out=places[0], partition=self.observer.partition(places[0].batch))
         if not rule.when(call):
@@ -749,7 +761,8 @@ class Tracer(TorchFunctionMode):
         t: Tensor,
     ) -> bool:
         """Does a function of no known kind use row i of `t` for sample i alone? Where the sizes
-        allow it, it is tried."""
+        allow it, it is tried.
+        """
         x, at = batched[0]
         if isinstance(at, Single) or len(tracked) != 1 or func in RULES or self._lets_samples_meet:
             return False
@@ -777,7 +790,8 @@ class Tracer(TorchFunctionMode):
         tracked: list[Tensor],
     ) -> dict[int, Tensor]:
         """Return tensors made of parameters that a function pairs with the batch, sample by sample:
-        they carry it from here on."""
+        they carry it from here on.
+        """
         x, at = batched[0]
         new: dict[int, Tensor] = {}
         if isinstance(at, Single):

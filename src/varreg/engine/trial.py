@@ -65,7 +65,8 @@ def _shuffled(t: Tensor, at: Place, order: Tensor) -> Tensor | None:
 
 def _random(t: Tensor, positive: bool, below: int = 0) -> Tensor:
     """Return random values of the kind and size of `t`'s; whole numbers are some of its own, or
-    below a limit."""
+    below a limit.
+    """
     if t.dtype is torch.bool:
         return torch.rand(t.shape, device=t.device) < 0.5
     if t.is_complex():
@@ -164,7 +165,8 @@ def _try_values(
 
 def all_alike(run: Run, inputs: list[Tensor], at: Sequence[Place], there: Sequence[Place]) -> bool:
     """Try whether a sample's outputs stay when all others are made its copies. It shows what a
-    swap cannot: a branch that is taken only where samples differ."""
+    swap cannot: a branch that is taken only where samples differ.
+    """
     if not all(isinstance(place, Layout) for place in at):
         return True
     before = run(inputs)
@@ -226,15 +228,11 @@ def try_operation(op: Operation, batched: Batched, there: Place) -> Verdict:
         floats = [i for i, t in enumerate(inputs) if t.is_floating_point()]
         cotangent = torch.randn_like(out)
         places = [there, *(at[i] for i in floats)]
-        return _joined(
-            keeps_apart(forward, inputs, at, [there], below=below),
-            lambda: keeps_apart(both, [*inputs, cotangent], [*at, there], places, needs_proof=False),
-        )
+        said = keeps_apart(forward, inputs, at, [there], below=below)
+        if said is not Verdict.APART:
+            return said
+        return keeps_apart(both, [*inputs, cotangent], [*at, there], places, needs_proof=False)
     return Verdict.UNDECIDED
-
-
-def _joined(first: Verdict, then: Callable[[], Verdict]) -> Verdict:
-    return first if first is not Verdict.APART else then()
 
 
 def _runner(op: Operation, batched: Batched, dtype: torch.dtype | None) -> tuple[Run, list[Tensor]]:
@@ -310,14 +308,14 @@ def is_sum(run: Run, inputs: list[Tensor], at: Sequence[Place], random: bool = T
     for make in values:
         try:
             done |= _try_sum(run, [make(t) for t in inputs], at)
-        except _NotASum:
+        except _NotASumError:  # noqa: PERF203 - each kind of values is a trial of its own
             return False
         except FAILURES:
             continue
     return done
 
 
-class _NotASum(Exception):
+class _NotASumError(Exception):
     pass
 
 
@@ -330,25 +328,27 @@ def _try_sum(run: Run, inputs: list[Tensor], at: Sequence[Place]) -> bool:
         a, b = (run(_replaced(inputs, others, at, side)) for side in (chosen, ~chosen))
         for i in range(len(first)):
             if not (first[i].shape == a[i].shape == b[i].shape == last[i].shape):
-                raise _NotASum
+                raise _NotASumError
             ends = [t[i].double() for t in (first, last, a, b)]
             scale = max(float(t.abs().nan_to_num(0.0, 0.0, 0.0).max()) for t in ends)
             gap = (ends[0] + ends[1] - ends[2] - ends[3]).abs().nan_to_num(0.0, 0.0, 0.0)
             if float(gap.max()) > 256 * torch.finfo(first[i].dtype).eps * scale:
-                raise _NotASum
+                raise _NotASumError
             moved |= not torch.equal(ends[0], ends[2])
     return moved
 
 
 def try_sum(op: Operation, batched: Batched) -> bool:
     """Try whether an operation's output is a sum over samples. Indices and labels stay as they are:
-    a sum may be weighted by what they say (`is_weighted`)."""
+    a sum may be weighted by what they say (`is_weighted`).
+    """
     return _try_sum_of(op, [(x, at) for x, at in batched if x.is_floating_point()])
 
 
 def is_weighted(op: Operation, batched: Batched) -> bool:
     """Try whether labels of one sample change the weight of another, as where a mean is over
-    those that are not ignored."""
+    those that are not ignored.
+    """
     labels = [(x, at) for x, at in batched if not x.is_floating_point()]
     return bool(labels) and not _try_sum_of(op, list(batched))
 

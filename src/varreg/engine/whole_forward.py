@@ -28,7 +28,8 @@ def try_forward(
     outputs: Sequence[tuple[int, Where]],
 ) -> tuple[Verdict, str]:
     """Return what a trial of `module.forward` says of the outputs, named by their position among
-    all tensors that it returns; and why, if it says nothing."""
+    all tensors that it returns; and why, if it says nothing.
+    """
     given = [t.detach() for t, _ in inputs]
     at = [place for _, place in inputs]
     rows = [(i, where) for i, where in outputs if isinstance(where, Place)]

@@ -146,7 +146,8 @@ def _einsum_part(call: Call, factors: list[tuple[Tensor, str]], term: str, name:
             for t, letters in factors
         ]
         c = torch.einsum(f"{given}->{letter}{term}", parts)
-        return c.unflatten(0, (last - first, n)).sum(1)
+        summed: Tensor = c.unflatten(0, (last - first, n)).sum(1)
+        return summed
 
     return Lazy(call.partition, call.shapes[name], make, lambda n: n * call.shapes[name].numel())
 

@@ -44,7 +44,8 @@ class Call(NamedTuple):
 
     def where(self, name: str) -> Place | None:
         """Return where the batch is in an argument; a constant that is paired with the batch row
-        by row has it where the others have it."""
+        by row has it where the others have it.
+        """
         if name in self.layouts:
             return self.layouts[name]
         shape = self.shapes[name][:-1]
@@ -93,8 +94,17 @@ def rule(
     def add(run: Callable[..., Contributions]) -> Callable[..., Contributions]:
         names = tuple(inspect.signature(run).parameters)[2:]
         for function in functions:
-            which = [frozenset(x.split()) for x in (serves, saves)]
-            RULES[function] = Rule(run.__name__, names, *which, run, frozenset(carries.split()), when, forward, takes_over)
+            RULES[function] = Rule(
+                run.__name__,
+                names,
+                frozenset(serves.split()),
+                frozenset(saves.split()),
+                run,
+                frozenset(carries.split()),
+                when,
+                forward,
+                takes_over,
+            )
         return run
 
     return add
