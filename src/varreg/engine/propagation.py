@@ -501,6 +501,35 @@ def _conv(op: Operation, batched: Batched, out: Tensor) -> Found:
     return _kept(op, batched, out, x.dim() - (1 if x.dim() == weight.dim() else 0))
 
 
+_POOLS = {
+    f: n
+    for n in (1, 2, 3)
+    for f in named(
+        *(f"{adaptive}{kind}_pool{n}d" for adaptive in ("", "adaptive_") for kind in ("max", "avg")),
+        *(f"max_pool{n}d_with_indices", f"lp_pool{n}d"),
+    )
+}
+
+
+@_for(*_POOLS)
+def _pool(op: Operation, batched: Batched, out: Tensor) -> Found:
+    """Images `[batch, channels, …]`; one without a batch has a dimension less."""
+    x = _argument(op, 0, "input")
+    return _kept(op, batched, out, x.dim() - (1 if x.dim() == _POOLS[op.function] + 2 else 0))
+
+
+@_for(F.interpolate, *named("pixel_shuffle", "pixel_unshuffle"))
+def _images(op: Operation, batched: Batched, out: Tensor) -> Found:
+    return _kept(op, batched, out, min(_argument(op, 0, "input").dim(), out.dim()) - 1)
+
+
+@_for(F.pad)
+def _pad(op: Operation, batched: Batched, out: Tensor) -> Found:
+    """Pairs of numbers, from the last dimension on."""
+    padded = _argument(op, 1, "pad")
+    return _kept(op, batched, out, len(padded) // 2) if isinstance(padded, (list, tuple)) else guess(op, batched, out)
+
+
 @_for(F.group_norm, torch.group_norm)
 def _group_norm(op: Operation, batched: Batched, out: Tensor) -> Found:
     return _kept(op, batched, out, _argument(op, 0, "input").dim() - 1)
