@@ -552,6 +552,15 @@ class Observer:
         left = [key for key in tracer.escapes if key not in tracer.settled]
         if not left or torch._C._current_graph_task_id() != -1:
             return
+        if any(ledger.sharded for _, ledger in self._known.values()):
+            tracer.settled.update(left)
+            self.warn_once(
+                "escapes",
+                f"varreg: in {left[0][1]}, {left[0][0]} takes values of the batch out of sight. Whether they come back and "
+                "make samples depend on each other is not tried where parameters are sharded. Call "
+                "varreg.verify once in a single process.",
+            )
+            return
         given = [(t, at) for t in inputs if isinstance(at := mark_of(t), Place)]
         wanted: list[tuple[int, Where]] = [
             (i, where) for i, t in enumerate(outputs) if t.requires_grad and isinstance(where := mark_of(t), Place | Summed)

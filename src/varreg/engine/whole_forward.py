@@ -30,6 +30,8 @@ def try_forward(
     """Return what a trial of `module.forward` says of the outputs, named by their position among
     all tensors that it returns; and why, if it says nothing.
     """
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        module = module.module  # its own forward would talk to other processes
     given = [t.detach() for t, _ in inputs]
     at = [place for _, place in inputs]
     rows = [(i, where) for i, where in outputs if isinstance(where, Place)]
