@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _len_torch_function_stack
 from torch.overrides import _get_current_function_mode_stack, _pop_mode
 from torch.utils.hooks import RemovableHandle
 
@@ -203,6 +205,40 @@ class Observer:
         """The path of the module whose forward is running, with its type."""
         module = self._run.modules[-1] if self._run.modules else self.model
         return place(self._names.get(module, ""), module)
+
+    # ---- for checkpoints -----------------------------------------------------------------------------
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The inputs of the forward that is traced."""
+        return self._run.inputs or []
+
+    def modules_around(self, inside: list[nn.Module]) -> list[nn.Module]:
+        """Return the modules whose forward is running, without the innermost ones that are given."""
+        modules = list(self._run.modules)
+        for module in inside:
+            if modules and modules[-1] is module:
+                modules.pop()
+        return modules
+
+    @contextlib.contextmanager
+    def resume(self, modules: list[nn.Module], batch: int, frame: Any) -> Iterator[None]:
+        """Trace a part of an earlier forward that is run again, in the call `frame`."""
+        run, depth = self._run, _len_torch_function_stack()
+        kept, state = dict(vars(run)), self.tracer.state
+        if torch._C._current_graph_task_id() != -1:
+            self._queue()
+        run.modules, run.frame, run.inputs, run.detached = list(modules), frame, [], None
+        try:
+            self.tracer.resume(batch)
+            yield
+        finally:
+            if run.detached is not None:
+                restore_own(*run.detached)
+            while _len_torch_function_stack() > depth:
+                _pop_mode()
+            self.tracer.state = state
+            vars(run).update(kept)
 
     # ---- for the nodes -------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from varreg.engine import checkpoints
 from varreg.engine.arguments import flatten, refill, results, swap, tensors_in, without_tensors
 from varreg.engine.checks import refuse_gradient
 from varreg.engine.contribution import Contribution
@@ -63,7 +64,7 @@ from varreg.engine.propagation import (
     written,
 )
 from varreg.engine.rules import RULES, STACKED, Call, Rule
-from varreg.engine.trial import Verdict, try_affine, try_operation, try_sum
+from varreg.engine.trial import Verdict, try_affine, try_operation, try_sum, undisturbed
 from varreg.engine.unseen import candidates_for, graph_of, place_unseen
 
 if TYPE_CHECKING:
@@ -154,6 +155,21 @@ class Tracer(TorchFunctionMode):
     def end(self) -> None:
         self.lookups = {}
         self.__exit__(None, None, None)
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """What is kept for the forward under way."""
+        return self.batch, self.lookups, self.escapes
+
+    @state.setter
+    def state(self, state: tuple[Any, ...]) -> None:
+        self.batch, self.lookups, self.escapes = state
+
+    def resume(self, batch: int) -> None:
+        """A checkpoint runs a part of a forward again, with so many samples."""
+        self.state = batch, {}, {}
+        if not any(mode is self for mode in _get_current_function_mode_stack()):
+            self.__enter__()
 
     @eager
     def __torch_function__(
@@ -246,7 +262,7 @@ class Tracer(TorchFunctionMode):
         key = (t.grad_fn.name(), t.shape, t.dtype, tuple(candidates), self.observer.path())
         place = self._tried.get(key)
         if place is None or not torch.is_grad_enabled():
-            with torch.random.fork_rng([]):
+            with undisturbed():
                 place = place_unseen(t, self.batch, candidates, self._name)
             if isinstance(place, Layout):
                 self._tried[key] = place
@@ -322,7 +338,7 @@ class Tracer(TorchFunctionMode):
             return Summed(self.batch)
         key = ("affine", op.function, _kinds(op), tuple(t.dim() for t in seen.summed))
         if key not in self._tried:
-            with torch.random.fork_rng([]):
+            with undisturbed():
                 self._tried[key] = try_affine(op, seen.summed)
         if self._tried[key]:
             return Summed(self.batch)
@@ -357,7 +373,7 @@ class Tracer(TorchFunctionMode):
             key = _trial(op, batched, place)
             verdict = None if goes_by_values(op, batched) else self._tried.get(key)
             if verdict is None:
-                with torch.random.fork_rng([]):
+                with undisturbed():
                     verdict = try_operation(op, batched, place)
                 self._tried[key] = verdict
             if verdict is Verdict.APART:
@@ -379,7 +395,7 @@ class Tracer(TorchFunctionMode):
             return lost
         key = ("sum", op.function, _kinds(op), tuple((x.dim(), at) for x, at in batched))
         if not gone.is_linear and key not in self._tried:
-            with torch.random.fork_rng([]):
+            with undisturbed():
                 self._tried[key] = try_sum(op, batched)
         return Summed(self.batch) if gone.is_linear or self._tried[key] else lost
 
@@ -454,7 +470,7 @@ class Tracer(TorchFunctionMode):
         if isinstance(found, Gone):
             return target or Lost(f"{name} into a tensor of shape {tuple(t.shape)}")
         if isinstance(found, Place) and any(a is x for a in index for x, _ in seen.batched):
-            with torch.random.fork_rng([]):
+            with undisturbed():
                 verdict = try_operation(op, seen.batched, found)
             if verdict is not Verdict.APART:
                 return Lost(f"{name} mixes samples, or changes their order", mixed=True)
@@ -480,6 +496,8 @@ class Tracer(TorchFunctionMode):
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], seen: Seen, form: Form | None
     ) -> Any:
         batched, tracked = seen.batched, seen.tracked
+        if checkpoints.are_possible():
+            checkpoints.note(self.observer)
         if torch._C._are_functorch_transforms_active():
             self._refuse(func, tracked, "it runs under a torch.func transform (vmap, grad, jvp)")
         if func in STACKED and isinstance(args[1], Tensor) and not args[1].is_floating_point():
@@ -618,6 +636,8 @@ class Tracer(TorchFunctionMode):
         self, plan: Plan, serving: Serving, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> Any:
         """A call that a rule serves, like an earlier one; None if it is unlike in what it returns."""
+        if checkpoints.are_possible():
+            checkpoints.note(self.observer)
         out, detached = _run_detached(serving.rule, func, args, kwargs, serving.parameters(tensors))
         if not plan.fits(out):
             return None

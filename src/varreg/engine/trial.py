@@ -44,6 +44,20 @@ def splits(batch: int) -> Iterator[Tensor]:
         yield ~side
 
 
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Leave generators as they were, and let no checkpoint around keep anything of a trial: it will
+    not be repeated when the checkpoint runs again."""
+    with torch.random.fork_rng([]), contextlib.ExitStack() as stack:
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
+        yield
+
+
+def _itself(t: Tensor) -> Tensor:
+    return t
+
+
 # ---- other values --------------------------------------------------------------------------------
 
 
