@@ -31,23 +31,24 @@ if TYPE_CHECKING:
 Mark = Where | Derived | None
 
 _CHECKPOINTS = vars(torch.utils.checkpoint)
+_REENTRANT = torch.utils.checkpoint.CheckpointFunction.forward.__code__
 _MODULE = nn.Module._call_impl.__code__
 # What hooks on saved tensors there are is the cheapest sign of a checkpoint; without it, every use
 # of a parameter looks for one.
-_hooks: Callable[[bool], Any] | None = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", None
-)
+_hooks: Callable[[bool], Any] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
 def are_possible() -> bool:
     """Could a checkpoint be under way? One that is not re-entrant hooks what is saved; one that is
-    runs without gradients."""
+    runs without gradients.
+    """
     return _hooks is None or _hooks(True) is not None or not torch.is_grad_enabled()
 
 
 def note(observer: Observer) -> None:
-    """A parameter meets the batch, maybe inside of checkpoints: see to it that their second runs
-    are traced as this one is."""
+    """A parameter is used, maybe inside of checkpoints: see to it that their second runs are traced
+    as this one is.
+    """
     if _is_noted(observer):
         return
     inside: list[nn.Module] = []
@@ -85,7 +86,7 @@ def _held(call: FrameType) -> _Held | None:
     """Return what a call in `torch.utils.checkpoint` holds; None where it is not as expected."""
     held = call.f_locals
     try:
-        if call.f_code.co_name == "forward":
+        if call.f_code is _REENTRANT:
             found = _Held(held["ctx"], "run_function", held["args"])
         else:
             frame = held["gen"].gi_frame.f_locals["new_frame"]
@@ -122,13 +123,19 @@ def _calls() -> Iterator[FrameType]:
     """Yield the calls of modules and checkpoints that are under way, innermost first."""
     call: FrameType | None = sys._getframe(1)
     while call is not None:
-        if call.f_code is _MODULE or (
-            call.f_globals is _CHECKPOINTS
-            and call.f_code.co_name in ("checkpoint", "forward")
-            and not call.f_locals.get("use_reentrant")  # it calls the other one
-        ):
+        code = call.f_code
+        if code is _MODULE or code is _REENTRANT or _is_plain(call):
             yield call
         call = call.f_back
+
+
+def _is_plain(call: FrameType) -> bool:
+    """Is it a call of `checkpoint` that is not re-entrant?"""
+    if call.f_globals is not _CHECKPOINTS or call.f_code.co_name != "checkpoint":
+        return False
+    held = call.f_locals
+    # a re-entrant one has a call of its own; and while `gen` runs, the function has not begun yet
+    return not held.get("use_reentrant") and not getattr(held.get("gen"), "gi_running", False)
 
 
 def _wrap(held: _Held, observer: Observer, around: list[nn.Module]) -> None:
@@ -142,7 +149,8 @@ def _wrap(held: _Held, observer: Observer, around: list[nn.Module]) -> None:
 
 def _refuse_parameters(observer: Observer, args: tuple[Any, ...]) -> None:
     """A re-entrant checkpoint cuts its arguments off from what made them: their gradients come back
-    as sums over samples."""
+    as sums over samples.
+    """
     ours = [t for t in args if isinstance(t, Tensor) and t.requires_grad]
     if made := [t for t in ours if _mark(observer, t) is DERIVED]:
         raise ValueError(

@@ -208,6 +208,8 @@ class Tracer(TorchFunctionMode):
         seen = self._sorted(func, args, kwargs)
         if not (seen.tracked or seen.knows_samples):
             return func(*args, **kwargs)
+        if seen.tracked and checkpoints.are_possible():
+            checkpoints.note(self.observer)
         if func in _ESCAPES:
             if seen.knows_samples:
                 self._escape(func)
@@ -496,8 +498,6 @@ class Tracer(TorchFunctionMode):
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], seen: Seen, form: Form | None
     ) -> Any:
         batched, tracked = seen.batched, seen.tracked
-        if checkpoints.are_possible():
-            checkpoints.note(self.observer)
         if torch._C._are_functorch_transforms_active():
             self._refuse(func, tracked, "it runs under a torch.func transform (vmap, grad, jvp)")
         if func in STACKED and isinstance(args[1], Tensor) and not args[1].is_floating_point():
