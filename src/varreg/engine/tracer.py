@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
@@ -45,6 +45,7 @@ from varreg.engine.layout import (
 )
 from varreg.engine.marks import DERIVED, Derived, is_unseen, mark, mark_of, payload_of
 from varreg.engine.nodes import Arrive, Repeat, Repetition, Spread, Target, Use
+from varreg.engine.packed import is_packed, place_packed, sizes_in
 from varreg.engine.plans import Form, Plan, Serving, form_of
 from varreg.engine.plans import Place as PlanPlace
 from varreg.engine.propagation import (
@@ -63,7 +64,7 @@ from varreg.engine.propagation import (
     propagate,
     written,
 )
-from varreg.engine.rules import RULES, STACKED, Call, Rule
+from varreg.engine.rules import PACKED, RULES, STACKED, STACKED_PACKED, Call, Rule
 from varreg.engine.trial import Verdict, try_affine, try_operation, try_sum, undisturbed
 from varreg.engine.unseen import candidates_for, graph_of, place_unseen
 
@@ -78,6 +79,7 @@ _LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "ran
 _CONSTANT = frozenset(
     [*(getattr(Tensor, name) for name in _NEW), *(getattr(torch, name) for name in _LIKE)]
 )
+_RECURRENT = (nn.RNN, nn.GRU, nn.LSTM)
 _CELLS = (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
 _PRODUCTS = frozenset(
     (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm)
@@ -90,7 +92,7 @@ _ESCAPES = frozenset(
         *("__complex__", "__contains__", "__dlpack__", "is_nonzero", "data_ptr", "equal", "allclose"),
     )
     if hasattr(Tensor, name)
-) | {torch.equal, torch.allclose, torch.is_nonzero}
+) | {torch.equal, torch.allclose, torch.is_nonzero, torch.zeros, torch.ones, torch.empty}  # as sizes
 
 _MOST_PLANS = 1 << 12  # forms of calls that are remembered: some models see new shapes all the time
 
@@ -211,7 +213,7 @@ class Tracer(TorchFunctionMode):
         if seen.tracked and checkpoints.are_possible():
             checkpoints.note(self.observer)
         if func in _ESCAPES:
-            if seen.knows_samples:
+            if seen.knows_samples and not self._is_size(seen):
                 self._escape(func)
             return func(*args, **kwargs)
         if func is F.batch_norm and (seen.batched or seen.lost):
@@ -238,7 +240,10 @@ class Tracer(TorchFunctionMode):
     def _sorted(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Seen:
         seen = Seen([], [], [], [])
         tensors = args[:1] if func in SHAPE_ONLY and args else tensors_in(args, kwargs)
+        sizes = sizes_in(func, args)
         for t in tensors:
+            if t is sizes:
+                continue
             where = mark_of(t)
             if where is None and t.requires_grad:
                 if self.observer.ledger(t):
@@ -276,6 +281,11 @@ class Tracer(TorchFunctionMode):
     def _name(self, t: Tensor) -> str | None:
         ledger = self.observer.ledger(t)
         return None if ledger is None else ledger.name
+
+    def _is_size(self, seen: Seen) -> bool:
+        """Is it the number of packed sequences that torch's own recurrent layers ask for?"""
+        modules = self.observer.modules_around([])
+        return not seen.batched and bool(modules) and type(modules[-1]) in _RECURRENT
 
     def _escape(self, func: Any) -> None:
         """Values of the batch leave torch, or choose where others go: when the forward ends, a trial
@@ -500,12 +510,12 @@ class Tracer(TorchFunctionMode):
         batched, tracked = seen.batched, seen.tracked
         if torch._C._are_functorch_transforms_active():
             self._refuse(func, tracked, "it runs under a torch.func transform (vmap, grad, jvp)")
-        if func in STACKED and isinstance(args[1], Tensor) and not args[1].is_floating_point():
-            self._refuse(func, tracked, "packed sequences are not supported: pad them, and mask the loss")
-        if func in STACKED and args[4] > 1 and args[5] > 0 and args[6]:
+        packed = is_packed(func, args)
+        layers, dropout, training = args[5:8] if packed else args[4:7] if func in STACKED else (0, 0, 0)
+        if layers > 1 and dropout > 0 and training:
             with self:
-                return STACKED[func](*args, **kwargs)
-        rule = RULES.get(func)
+                return (STACKED_PACKED if packed else STACKED)[func](*args, **kwargs)
+        rule = PACKED[func] if packed else RULES.get(func)
         if rule is None and (python := self._written_in_python(func)):
             with self:
                 return python(*args, **kwargs)
@@ -539,6 +549,8 @@ class Tracer(TorchFunctionMode):
             return self._look(func, args, kwargs)
         if rule and (out := self._ruled(rule, func, args, kwargs, batched, tracked, form)) is not None:
             return out
+        if packed:
+            self._refuse(func, tracked, "it is not known whose the rows of the packed sequences are")
         return self._repeated(func, args, kwargs, batched, tracked)
 
     def _broadcasts(
@@ -708,6 +720,8 @@ class Tracer(TorchFunctionMode):
         they carry it from here on."""
         x, at = batched[0]
         new: dict[int, Tensor] = {}
+        if is_packed(func, args):
+            at = place_packed(args, batched, 1) or at
         if isinstance(at, Single):
             return new
         for t in tracked:
@@ -789,7 +803,8 @@ def _paired_dim(func: Any, args: Sequence[Any], x: Tensor, dim: int, t: Tensor) 
     if func in _PRODUCTS:
         return t.dim() - (x.dim() - dim) if x.dim() - dim > 2 else None
     if func in STACKED or func in _CELLS:
-        states = args[1] if isinstance(args[1], (list, tuple)) else (args[1],)
+        states = args[2 if is_packed(func, args) else 1]
+        states = states if isinstance(states, (list, tuple)) else (states,)
         return (1 if func in STACKED else 0) if any(t is state for state in states) else None
     if func is F.bilinear:
         return dim if any(t is u for u in args[:2]) and dim < x.dim() - 1 else None

@@ -116,17 +116,23 @@ def _replaced(
 
 
 def keeps_apart(
-    run: Run, inputs: list[Tensor], at: Sequence[Place], there: Sequence[Place], rows: bool = True
+    run: Run,
+    inputs: list[Tensor],
+    at: Sequence[Place],
+    there: Sequence[Place],
+    rows: bool = True,
+    padded: bool = False,
 ) -> Verdict:
     """Try a function from tensors that carry the batch to tensors that do.
 
     `rows` asks for proof that every sample's own output moves with it; without, an output that
-    never moves is taken for a constant, as it may be in a model.
+    never moves is taken for a constant, as it may be in a model. Outputs may be `padded` to the
+    longest sample's size: what is beyond a sample's own is a constant.
     """
     said = Verdict.UNDECIDED
     for values in (_as_they_are, _normal, _positive) if rows else (_as_they_are,):
         try:
-            found = _try_values(run, values(inputs), at, there)
+            found = _try_values(run, values(inputs), at, there, padded)
         except FAILURES:  # it does not take such values
             continue
         if found is Verdict.MIXED:
@@ -152,7 +158,7 @@ def _positive(inputs: list[Tensor]) -> list[Tensor]:
 
 
 def _try_values(
-    run: Run, inputs: list[Tensor], at: Sequence[Place], there: Sequence[Place]
+    run: Run, inputs: list[Tensor], at: Sequence[Place], there: Sequence[Place], padded: bool
 ) -> Verdict:
     batch = at[0].batch
     before = run(inputs)
@@ -161,16 +167,38 @@ def _try_values(
     for chosen in splits(batch):
         after = run(_replaced(inputs, others, at, chosen))
         for i, place in enumerate(there):
-            if before[i].shape != after[i].shape:
-                return Verdict.MIXED
-            kept = rows_of(before[i], place, ~chosen)
-            same = _is_close(before[i], after[i])
+            first, second = before[i], after[i]
+            if first.shape != second.shape:
+                if not (padded and _is_padding(first, second, place, ~chosen)):
+                    return Verdict.MIXED
+                first, second = _common(first, second)
+            kept = rows_of(first, place, ~chosen)
+            same = _is_close(first, second)
             if bool((kept & ~same).any()):
                 return Verdict.MIXED
             moved[i] |= samples_in(~same, place) & chosen
     present = [samples_in(torch.ones_like(t, dtype=torch.bool), p) for t, p in zip(before, there, strict=True)]
     done = all(bool((m | ~p).all()) for m, p in zip(moved, present, strict=True))
     return Verdict.APART if done else Verdict.UNDECIDED
+
+
+def _common(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the part of two tensors that both have."""
+    part = tuple(slice(min(n, m)) for n, m in zip(a.shape, b.shape, strict=True))
+    return a[part], b[part]
+
+
+def _is_padding(a: Tensor, b: Tensor, at: Place, kept: Tensor) -> bool:
+    """Do two tensors differ in shape by a constant alone, in the rows of samples that were kept?"""
+    if isinstance(at, Single) or a.dim() != b.dim() or a.shape[at.dim] != b.shape[at.dim]:
+        return False
+    for t, common in zip((a, b), _common(a, b), strict=True):
+        beyond = rows_of(t, at, kept).expand(t.shape).clone()
+        beyond[tuple(slice(n) for n in common.shape)] = False
+        rest = t[beyond]
+        if len(rest) and not bool((rest == rest[0]).all()):
+            return False
+    return True
 
 
 def _is_close(a: Tensor, b: Tensor) -> Tensor:

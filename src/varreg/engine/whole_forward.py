@@ -50,9 +50,9 @@ def try_forward(
             return Verdict.UNDECIDED, str(error)
         if rows:
             places = [where for _, where in rows]
-            if (said := keeps_apart(chosen([i for i, _ in rows]), given, at, places, rows=False)) is not (
-                Verdict.APART
-            ):
+            tried = chosen([i for i, _ in rows])
+            said = keeps_apart(tried, given, at, places, rows=False, padded=True)
+            if said is not Verdict.APART:
                 return said, "it does not take samples in another order"
         if sums and not is_sum(chosen(sums), given, at, random=False):
             return Verdict.MIXED, ""

@@ -91,15 +91,28 @@ def rule(
     """Register the decorated function, `rule(call, grads, *the function's own arguments)`, for torch functions."""
 
     def add(run: Callable[..., Contributions]) -> Callable[..., Contributions]:
-        names = tuple(inspect.signature(run).parameters)[2:]
-        for function in functions:
-            which = [frozenset(x.split()) for x in (serves, saves)]
-            RULES[function] = Rule(
-                run.__name__, names, *which, run, frozenset(carries.split()), when, forward, takes_over
-            )
+        made = make_rule(run, serves, saves, carries, when, forward, takes_over)
+        RULES.update(dict.fromkeys(functions, made))
         return run
 
     return add
+
+
+def make_rule(
+    run: Callable[..., Contributions],
+    serves: str = "weight bias",
+    saves: str = "",
+    carries: str = "input",
+    when: Callable[[Call], bool] = lambda call: True,
+    forward: Callable[..., Any] | None = None,
+    takes_over: bool = True,
+) -> Rule:
+    """Return a rule that runs a function `run(call, grads, *the served function's own arguments)`."""
+    names = tuple(inspect.signature(run).parameters)[2:]
+    which = [frozenset(x.split()) for x in (serves, saves)]
+    return Rule(
+        run.__name__, names, *which, run, frozenset(carries.split()), when, forward, takes_over
+    )
 
 
 def has_rows(call: Call) -> bool:
