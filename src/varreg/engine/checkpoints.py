@@ -195,8 +195,10 @@ class _Again:
         for t, where in zip(tensors_of(args), self.marks, strict=True):
             if where is not None and not self.observer.ledger(t):
                 mark(t, where)
-        inputs = [(t, where) for ref, where in self.inputs if (t := ref()) is not None]
-        found = [(t, where) for t, where in inputs if where is not None and mark_of(t) is None]
-        for t, where in found:
-            mark(t, where)
-        return [t for t, _ in found]
+        marked = []
+        for ref, where in self.inputs:
+            x = ref()
+            if x is not None and where is not None and mark_of(x) is None:
+                mark(x, where)
+                marked.append(x)
+        return marked

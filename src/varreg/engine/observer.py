@@ -32,6 +32,7 @@ from varreg.engine.layout import Layout, Place, Ragged, Summed, Where
 from varreg.engine.ledger import LEDGERS, Ledger, moments
 from varreg.engine.marks import DERIVED, forget, mark, mark_of, new_epoch
 from varreg.engine.modules import MODULE_RULES, detach_own, restore_own, use_rule
+from varreg.engine.packed import packed_inputs
 from varreg.engine.summary import Summary, summarize
 from varreg.engine.tracer import Tracer, is_tracing
 from varreg.engine.trial import Verdict
@@ -445,10 +446,14 @@ class Observer:
             batch = next((where.batch for where in marks if isinstance(where, Place)), 0)
         else:
             dim = self.batch_dim
-            sizes = [t.shape[dim] for t in inputs if t.dim() > dim and not self.ledger(t)]
-            batch = sizes[0] if sizes else 0
+            batch, packed = packed_inputs(args, kwargs)
+            others = [t for t in inputs if id(t) not in packed and not self.ledger(t)]
+            sizes = [t.shape[dim] for t in others if t.dim() > dim]
+            batch = batch or (sizes[0] if sizes else 0)
             self._run.is_certain = sizes.count(batch) == len(sizes)
             marks = [None if self.ledger(t) else self.contract(t, batch) for t in inputs]
+            if packed:
+                marks = [packed.get(id(t), at) for t, at in zip(inputs, marks, strict=True)]
         for t, where in zip(inputs, marks, strict=True):
             if where is not None:
                 mark(t, where)

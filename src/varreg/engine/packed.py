@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
-from varreg.engine.layout import Layout, Owners, Place, Ragged, Single, owners_of
+from varreg.engine.layout import Layout, Lost, Owners, Place, Ragged, Single, Where, owners_of
 
-PACK = torch._VF._pack_padded_sequence  # type: ignore[attr-defined]
-PAD = torch._VF._pad_packed_sequence  # type: ignore[attr-defined]
+PACK = torch._VF._pack_padded_sequence
+PAD = torch._VF._pad_packed_sequence
 RECURRENT = frozenset((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu))
 
 
@@ -51,6 +52,10 @@ def order_of(at: Layout | Ragged, batch_sizes: Tensor) -> Tensor | None:
     return order if torch.equal(order[position], owners) else None
 
 
+def _order_of_states(at: Layout | Ragged, batch_sizes: Tensor) -> Tensor | None:
+    return owners_of(at) if at.dim == 1 and at.size == int(batch_sizes[0]) else None
+
+
 def place_along(order: Tensor, batch: int, dim: int) -> Place:
     """Return the place of a tensor whose rows along `dim` belong to these samples."""
     if torch.equal(order, torch.arange(batch)):
@@ -65,10 +70,7 @@ def place_packed(args: Sequence[Any], batched: Sequence[tuple[Tensor, Place]], o
     for x, at in batched:
         if isinstance(at, Single):
             return None
-        if x is data:
-            order = order_of(at, batch_sizes)
-        else:
-            order = owners_of(at) if at.dim == 1 and at.size == int(batch_sizes[0]) else None
+        order = order_of(at, batch_sizes) if x is data else _order_of_states(at, batch_sizes)
         if order is None or (orders and not torch.equal(order, orders[0])):
             return None
         orders.append(order)
@@ -77,3 +79,21 @@ def place_packed(args: Sequence[Any], batched: Sequence[tuple[Tensor, Place]], o
         return place_along(orders[0], batch, 1)
     given = next((at for x, at in batched if x is data), None)
     return given or Ragged(batch, 0, Owners(orders[0][rows_of_steps(batch_sizes)]))
+
+
+def packed_inputs(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, dict[int, Where]]:
+    """Return the number of samples in packed sequences among a model's arguments, 0 without any; and
+    what is known of their tensors, by id.
+    """
+    batch, known = 0, dict[int, Where]()
+    for pack in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(pack, PackedSequence):
+            samples = int(pack.batch_sizes[0])
+            order = torch.arange(samples) if pack.sorted_indices is None else pack.sorted_indices.cpu()
+            rows = order[rows_of_steps(pack.batch_sizes)]
+            lost = Lost("the order of packed sequences")
+            known.update((id(t), lost) for t in pack[1:] if t is not None)
+            alone = Layout(1, 0, 1, len(rows))
+            known[id(pack.data)] = alone if samples == 1 else Ragged(samples, 0, Owners(rows))
+            batch = batch or samples
+    return batch, known

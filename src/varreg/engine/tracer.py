@@ -549,7 +549,7 @@ class Tracer(TorchFunctionMode):
             return self._look(func, args, kwargs)
         if rule and (out := self._ruled(rule, func, args, kwargs, batched, tracked, form)) is not None:
             return out
-        if packed:
+        if packed and self.batch > 1:
             self._refuse(func, tracked, "it is not known whose the rows of the packed sequences are")
         return self._repeated(func, args, kwargs, batched, tracked)
 

@@ -127,7 +127,7 @@ def keeps_apart(
 
     `rows` asks for proof that every sample's own output moves with it; without, an output that
     never moves is taken for a constant, as it may be in a model. Outputs may be `padded` to the
-    longest sample's size: what is beyond a sample's own is a constant.
+    longest sample's size: what is beyond is the same for all.
     """
     said = Verdict.UNDECIDED
     for values in (_as_they_are, _normal, _positive) if rows else (_as_they_are,):
@@ -189,16 +189,18 @@ def _common(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _is_padding(a: Tensor, b: Tensor, at: Place, kept: Tensor) -> bool:
-    """Do two tensors differ in shape by a constant alone, in the rows of samples that were kept?"""
-    if isinstance(at, Single) or a.dim() != b.dim() or a.shape[at.dim] != b.shape[at.dim]:
+    """Do two tensors differ in the size of one dimension, and what only one of them has is the same
+    at every place along it, for every sample that was kept?"""
+    if isinstance(at, Single) or a.dim() != b.dim():
         return False
-    for t, common in zip((a, b), _common(a, b), strict=True):
-        beyond = rows_of(t, at, kept).expand(t.shape).clone()
-        beyond[tuple(slice(n) for n in common.shape)] = False
-        rest = t[beyond]
-        if len(rest) and not bool((rest == rest[0]).all()):
-            return False
-    return True
+    dims = [d for d in range(a.dim()) if a.shape[d] != b.shape[d]]
+    if len(dims) != 1 or at.dim in dims:
+        return False
+    (dim,), longer = dims, a if a.shape[dims[0]] > b.shape[dims[0]] else b
+    ours = rows_of(longer, at, kept).flatten().nonzero().flatten()
+    beyond = longer.narrow(dim, min(a.shape[dim], b.shape[dim]), abs(a.shape[dim] - b.shape[dim]))
+    rest = beyond.index_select(at.dim, ours).movedim((at.dim, dim), (0, 1)).flatten(0, 1)
+    return not len(rest) or bool(_is_close(rest[:1].expand_as(rest), rest).all())
 
 
 def _is_close(a: Tensor, b: Tensor) -> Tensor:

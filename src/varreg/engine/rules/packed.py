@@ -34,9 +34,7 @@ class _Taps:
         self.steps.setdefault(names, {})[step] = zero, x.detach()
         return y + zero
 
-    def contributions(
-        self, call: Call, outputs: list[Tensor], grads: list[Tensor | None]
-    ) -> Contributions:
+    def contributions(self, call: Call, outputs: list[Tensor], grads: list[Tensor | None]) -> Contributions:
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
         zeros = [zero for steps in self.steps.values() for zero, _ in steps.values()]
         ends, given = [o for o, _ in pairs], [g for _, g in pairs]
@@ -102,7 +100,7 @@ def _layers(
     layers: int,
     bidirectional: bool,
 ) -> Contributions:
-    taps, finals = _Taps(), []
+    taps, finals = _Taps(), list[State]()
     per = len(params) // (layers * (2 if bidirectional else 1))
     x, *tensors = alike([data, *hx, *params])
     hx, params = [h.detach() for h in tensors[: len(hx)]], tensors[len(hx) :]
@@ -115,9 +113,7 @@ def _layers(
                 ours = slice(k * per, (k + 1) * per)
                 names = [f"params.{j}" for j in range(k * per, (k + 1) * per)]
                 start = tuple(h[k] for h in hx)
-                out, final = _direction(
-                    cell, taps, x, sizes, start, params[ours], names, has_biases, reverse
-                )
+                out, final = _direction(cell, taps, x, sizes, start, params[ours], names, has_biases, reverse)
                 ends.append(out)
                 finals.append(final)
             x = torch.cat(ends, -1)
@@ -132,15 +128,11 @@ def _rule(cell: Cell, name: str) -> Rule:
     ) -> Contributions:  # fmt: skip
         states = list(hx) if isinstance(hx, list | tuple) else [hx]
         sizes = batch_sizes.tolist()
-        return _layers(
-            cell, call, grads, data, sizes, states, list(params), has_biases, num_layers, bidirectional
-        )
+        return _layers(cell, call, grads, data, sizes, states, list(params), has_biases, num_layers, bidirectional)
 
     run.__name__ = name
     saves = "data batch_sizes hx params"
-    return make_rule(
-        run, serves="params", saves=saves, carries="data hx", when=has_rows, takes_over=False
-    )
+    return make_rule(run, serves="params", saves=saves, carries="data hx", when=has_rows, takes_over=False)
 
 
 PACKED = {function: _rule(cell, function.__name__) for function, cell in CELLS.items()}
@@ -149,7 +141,8 @@ PACKED = {function: _rule(cell, function.__name__) for function, cell in CELLS.i
 
 def layer_by_layer(function: Any) -> Callable[..., Any]:
     """The same stacked layers, one native call each, so that the dropout between them is an operation
-    of its own."""
+    of its own.
+    """
 
     def run(
         data: Tensor, batch_sizes: Tensor, hx: Any, params: Any, has_biases: bool, num_layers: int,
@@ -162,9 +155,7 @@ def layer_by_layer(function: Any) -> Callable[..., Any]:
             k = slice(layer * directions, (layer + 1) * directions)
             state = tuple(h[k] for h in hx) if isinstance(hx, list | tuple) else hx[k]
             weights = params[layer * per : (layer + 1) * per]
-            data, *final = function(
-                data, batch_sizes, state, weights, has_biases, 1, 0.0, train, bidirectional
-            )
+            data, *final = function(data, batch_sizes, state, weights, has_biases, 1, 0.0, train, bidirectional)
             finals.append(final)
             if layer < num_layers - 1:
                 data = F.dropout(data, dropout, train)

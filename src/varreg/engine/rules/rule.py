@@ -109,9 +109,9 @@ def make_rule(
 ) -> Rule:
     """Return a rule that runs a function `run(call, grads, *the served function's own arguments)`."""
     names = tuple(inspect.signature(run).parameters)[2:]
-    which = [frozenset(x.split()) for x in (serves, saves)]
+    served, saved, carrying = (frozenset(x.split()) for x in (serves, saves, carries))
     return Rule(
-        run.__name__, names, *which, run, frozenset(carries.split()), when, forward, takes_over
+        run.__name__, names, served, saved, run, carrying, when, forward, takes_over
     )
 
 
