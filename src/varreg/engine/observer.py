@@ -229,7 +229,7 @@ class Observer:
         kept, state = dict(vars(run)), self.tracer.state
         if torch._C._current_graph_task_id() != -1:
             self._queue()
-        run.modules, run.frame, run.inputs, run.detached = list(modules), frame, [], None
+        vars(run).update(modules=list(modules), frame=frame, inputs=[], detached=None)
         try:
             self.tracer.resume(batch)
             yield
