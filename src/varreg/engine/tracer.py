@@ -79,6 +79,7 @@ _LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "ran
 _CONSTANT = frozenset(
     [*(getattr(Tensor, name) for name in _NEW), *(getattr(torch, name) for name in _LIKE)]
 )
+_SELECTS = (torch.index_select, Tensor.index_select)
 _RECURRENT = (nn.RNN, nn.GRU, nn.LSTM)
 _CELLS = (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
 _PRODUCTS = frozenset(
@@ -525,6 +526,11 @@ class Tracer(TorchFunctionMode):
             lost = seen.lost[0][1] if seen.lost else None
             self._mark(out, lambda t, i: lost or self.where(func, args, kwargs, batched, t, i))
             return out
+        if self._is_reordered(Operation(func, args, kwargs, 0), seen):
+            self._escape(func)
+            out = func(*args, **kwargs)
+            self._mark(out, lambda t, i: DERIVED if t.requires_grad else None)
+            return out
         if seen.lost or seen.summed:
             why = seen.lost[0][1].why if seen.lost else "it was summed up"
             self._refuse(func, tracked, f"the batch cannot be followed to it: {why}")
@@ -552,6 +558,16 @@ class Tracer(TorchFunctionMode):
         if packed and self.batch > 1:
             self._refuse(func, tracked, "it is not known whose the rows of the packed sequences are")
         return self._repeated(func, args, kwargs, batched, tracked)
+
+    def _is_reordered(self, op: Operation, seen: Seen) -> bool:
+        """Are all rows of a tensor made of parameters put in an order that depends on the batch, as
+        states that are learned are put in that of packed sequences?"""
+        if op.function not in _SELECTS or len(op.args) != 3 or seen.batched or seen.summed:
+            return False
+        t, dim, index = op.args
+        if not (isinstance(t, Tensor) and len(seen.lost) == 1 and seen.lost[0][0] is index):
+            return False
+        return torch.equal(index.sort().values, torch.arange(t.shape[dim], device=index.device))
 
     def _broadcasts(
         self, func: Any, batched: list[tuple[Tensor, Place]], tracked: list[Tensor]
