@@ -211,16 +211,18 @@ def test_a_row_that_the_whole_batch_chooses_is_refused():
     assert judge(case(forward, LAYERS["gru"], expect="refused"), 4).kind == "refused"
 
 
-def test_a_list_of_sequences_is_refused():
-    """`pack_sequence` pads a list in C++: which sample each of its rows is from is not known."""
+@pytest.mark.parametrize("order", [False, True])
+@pytest.mark.parametrize("batch", [4, 1])
+def test_a_list_of_sequences(batch, order):
+    """`pack_sequence` of a batch that is taken apart: each sample has a length of its own."""
 
     def forward(s: Any, x: Tensor) -> tuple[Tensor, ...]:
-        y, h = s.rnn(pack_sequence([v[: 5 - i] for i, v in enumerate(s.fc(x))]))
+        sequences = [v[: 5 - i if order else 1 + 2 * i % 5] for i, v in enumerate(s.fc(x))]
+        y, h = s.rnn(pack_sequence(sequences, enforce_sorted=order))
         return pad_packed_sequence(y, batch_first=True, total_length=TIME)[0], h[0]
 
     inputs = lambda b: (torch.randn(b, TIME, FEATURES),)
-    options = {"expect": "refused", "truth": "graph"}
-    assert judge(case(forward, LAYERS["gru"], inputs, **options), 4).kind == "refused"
+    exactly(case(forward, LAYERS["gru"], inputs, truth="graph"), batch)
 
 
 @pytest.mark.parametrize("batch", [4, 3, 1])

@@ -19,6 +19,7 @@ from varreg.engine.layout import Layout, Lost, Owners, Place, Ragged, Single, Wh
 
 PACK = torch._VF._pack_padded_sequence
 PAD = torch._VF._pad_packed_sequence
+PAD_LIST = torch._C._nn.pad_sequence
 RECURRENT = frozenset((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu))
 
 

@@ -32,7 +32,7 @@ from varreg.engine.layout import (
     owners_of,
     place_of,
 )
-from varreg.engine.packed import PACK, PAD, is_packed, order_of, place_along, place_packed
+from varreg.engine.packed import PACK, PAD, PAD_LIST, is_packed, order_of, place_along, place_packed
 
 
 class Operation(NamedTuple):
@@ -181,7 +181,7 @@ MOVERS: dict[Any, tuple[int, ...]] = {
     **dict.fromkeys(named("index_copy", "scatter"), (0, 3)),
     **dict.fromkeys(named("index_put", "masked_scatter"), (0, 2)),
     **dict.fromkeys(named("select_scatter", "slice_scatter", "diagonal_scatter"), (0, 1)),
-    **dict.fromkeys((PACK, PAD), (0,)),
+    **dict.fromkeys((PACK, PAD, PAD_LIST), (0,)),
 }
 """Functions that move data and change none of it, and the positions of the arguments that hold
 data; what else they take says where it goes."""
@@ -478,6 +478,15 @@ def _pad(op: Operation, batched: Batched, out: Tensor) -> Found:
         return place_along(order, at.batch, 0)
     shown = op._replace(args=[*op.args[:3], NOBODY, *op.args[4:]])
     return _follow_numbers(shown, [data], {id(data): at}, out)
+
+
+@_for(PAD_LIST)
+def _pad_list(op: Operation, batched: Batched, out: Tensor) -> Found:
+    """Sequences side by side; what is put behind the shorter ones is nobody's."""
+    if len(op.args) < 3:
+        return guess(op, batched, out)
+    shown = op._replace(args=[*op.args[:2], NOBODY, *op.args[3:]])
+    return _follow_numbers(shown, list(op.args[0]), {id(x): at for x, at in batched}, out)
 
 
 @_for(F.embedding, torch.embedding)
