@@ -739,11 +739,3 @@ def test_embeddings_whose_gradients_are_not_sums_of_samples(option):
     varreg.observe(model)
     with pytest.raises(ValueError, match=rf"embedding with {option}=True is not supported"):
         model(torch.tensor([[1, 2], [3, 4]])).sum().backward()
-
-
-def test_packed_sequences_are_refused():
-    model = nn.GRU(3, 2, batch_first=True).double()
-    varreg.observe(model)
-    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(3, 4, 3), torch.tensor([4, 3, 1]), batch_first=True)
-    with pytest.raises(ValueError, match="packed"):
-        model(packed)

@@ -6,9 +6,11 @@ for one forward, told by its number; each thread has a forward of its own.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -45,6 +47,21 @@ _DERIVED, _SINGLE, _LOST, _RAGGED, _LAYOUT, _UNSEEN = 0, 1, 2, 3, 4, 5
 def new_epoch() -> None:
     """Begin a forward in this thread."""
     _forward.number = next(_counter)
+
+
+def current_epoch() -> int:
+    """Return the number of the forward that runs in this thread."""
+    return _forward.number
+
+
+@contextlib.contextmanager
+def epoch(number: int) -> Iterator[None]:
+    """Go back to an earlier forward, of which a checkpoint runs a part again."""
+    before, _forward.number = _forward.number, number
+    try:
+        yield
+    finally:
+        _forward.number = before
 
 
 def payload_of(t: Tensor) -> tuple[Any, ...] | None:

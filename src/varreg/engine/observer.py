@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _len_torch_function_stack
 from torch.overrides import _get_current_function_mode_stack, _pop_mode
 from torch.utils.hooks import RemovableHandle
 
@@ -34,9 +36,10 @@ from varreg.engine.layout import Layout, Lost, Place, Ragged, Single, Summed, Wh
 from varreg.engine.ledger import LEDGERS, Ledger, moments, unmeasured_message
 from varreg.engine.marks import DERIVED, forget, mark, mark_of, new_epoch
 from varreg.engine.modules import MODULE_RULES, detach_own, restore_own, use_rule
+from varreg.engine.packed import packed_inputs
 from varreg.engine.summary import Summary, summarize
 from varreg.engine.tracer import Tracer, is_tracing
-from varreg.engine.trial import Verdict
+from varreg.engine.trial import Verdict, undisturbed
 from varreg.engine.whole_forward import try_forward
 
 _EXPECTED = {  # the function through which each layer's parameters meet the batch, for the coverage table before the first step
@@ -211,6 +214,40 @@ class Observer:
         """The path of the module whose forward is running, with its type."""
         module = self._run.modules[-1] if self._run.modules else self.model
         return place(self._names.get(module, ""), module)
+
+    # ---- for checkpoints -----------------------------------------------------------------------------
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The inputs of the forward that is traced."""
+        return self._run.inputs or []
+
+    def modules_around(self, inside: list[nn.Module]) -> list[nn.Module]:
+        """Return the modules whose forward is running, without the innermost ones that are given."""
+        modules = list(self._run.modules)
+        for module in inside:
+            if modules and modules[-1] is module:
+                modules.pop()
+        return modules
+
+    @contextlib.contextmanager
+    def resume(self, modules: list[nn.Module], batch: int, frame: Any) -> Iterator[None]:
+        """Trace a part of an earlier forward that is run again, in the call `frame`."""
+        run, depth = self._run, _len_torch_function_stack()
+        kept, state = dict(vars(run)), self.tracer.state
+        if torch._C._current_graph_task_id() != -1:
+            self._queue()
+        vars(run).update(modules=list(modules), frame=frame, inputs=[], detached=None)
+        try:
+            self.tracer.resume(batch)
+            yield
+        finally:
+            if run.detached is not None:
+                restore_own(*run.detached)
+            while _len_torch_function_stack() > depth:
+                _pop_mode()
+            self.tracer.state = state
+            vars(run).update(kept)
 
     # ---- for the nodes -------------------------------------------------------------------------------------------------
 
@@ -424,10 +461,14 @@ class Observer:
             batch = next((where.batch for where in marks if isinstance(where, Place)), 0)
         else:
             dim = self.batch_dim
-            sizes = [t.shape[dim] for t in inputs if t.dim() > dim and not self.ledger(t)]
-            batch = sizes[0] if sizes else 0
+            batch, packed = packed_inputs(args, kwargs)
+            others = [t for t in inputs if id(t) not in packed and not self.ledger(t)]
+            sizes = [t.shape[dim] for t in others if t.dim() > dim]
+            batch = batch or (sizes[0] if sizes else 0)
             self._run.is_certain = sizes.count(batch) == len(sizes)
             marks = [None if self.ledger(t) else self.contract(t, batch) for t in inputs]
+            if packed:
+                marks = [packed.get(id(t), at) for t, at in zip(inputs, marks, strict=True)]
         for t, where in zip(inputs, marks, strict=True):
             if where is not None:
                 mark(t, where)
@@ -567,7 +608,7 @@ class Observer:
         ]
         said, why = Verdict.UNDECIDED, "no input or output of it carries the batch"
         if given and wanted:
-            with torch.random.fork_rng([]):
+            with undisturbed():
                 said, why = try_forward(self.model, module, args, kwargs, given, wanted)
         if said is Verdict.APART:
             tracer.settled.update(left)

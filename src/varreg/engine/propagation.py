@@ -30,8 +30,10 @@ from varreg.engine.layout import (
     Single,
     numbers,
     only_sample,
+    owners_of,
     place_of,
 )
+from varreg.engine.packed import PACK, PAD, PAD_LIST, is_packed, order_of, place_along, place_packed
 
 
 class Operation(NamedTuple):
@@ -182,6 +184,7 @@ MOVERS: dict[Any, tuple[int, ...]] = {
     **dict.fromkeys(named("index_put", "masked_scatter"), (0, 2)),
     **dict.fromkeys(named("select_scatter", "slice_scatter", "diagonal_scatter"), (0, 1)),
     Tensor.data.__set__: (0, 1),  # type: ignore[attr-defined]
+    **dict.fromkeys((PACK, PAD, PAD_LIST), (0,)),
 }
 """Functions that move data and change none of it, and the positions of the arguments that hold
 data; what else they take says where it goes."""
@@ -545,6 +548,8 @@ def _attention(op: Operation, batched: Batched, out: Tensor) -> Found:
 @_for(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 def _recurrent(op: Operation, batched: Batched, out: Tensor) -> Found:
     """The sequence keeps its order; states are `[layers, batch, features]`."""
+    if is_packed(op.function, op.args):
+        return place_packed(op.args, batched, op.output) or mixing(op)
     batch_first = len(op.args) > 8 and op.args[8]
 
     def place(x: Tensor, at: Place) -> Place | None:
@@ -556,6 +561,42 @@ def _recurrent(op: Operation, batched: Batched, out: Tensor) -> Found:
 
     found = agreed(op, (place(x, at) for x, at in batched))
     return guess(op, batched, out) if isinstance(found, Gone) else found
+
+
+@_for(PACK)
+def _pack(op: Operation, batched: Batched, out: Tensor) -> Found:
+    """Rows go where lengths say; each sample's length has to be its own."""
+    carriers = {id(x): at for x, at in batched}
+    x, lengths = op.args[:2]
+    if op.output or id(x) not in carriers:
+        return Gone(is_linear=False)
+    at, own = carriers[id(x)], carriers.get(id(lengths))
+    if isinstance(at, Single) or isinstance(own, Single):
+        return mixing(op)
+    if own is not None and not torch.equal(owners_of(at), owners_of(own)):
+        return mixing(op)
+    return _follow_numbers(op, [x], carriers, out)
+
+
+@_for(PAD)
+def _pad(op: Operation, batched: Batched, out: Tensor) -> Found:
+    """Rows go back; what is put between them is nobody's. Lengths come from the longest down."""
+    (data, at), sizes = batched[0], op.args[1]
+    if isinstance(at, Single) or (order := order_of(at, sizes)) is None:
+        return mixing(op)
+    if op.output:
+        return place_along(order, at.batch, 0)
+    shown = op._replace(args=[*op.args[:3], NOBODY, *op.args[4:]])
+    return _follow_numbers(shown, [data], {id(data): at}, out)
+
+
+@_for(PAD_LIST)
+def _pad_list(op: Operation, batched: Batched, out: Tensor) -> Found:
+    """Sequences side by side; what is put behind the shorter ones is nobody's."""
+    if len(op.args) < 3:
+        return guess(op, batched, out)
+    shown = op._replace(args=[*op.args[:2], NOBODY, *op.args[3:]])
+    return _follow_numbers(shown, list(op.args[0]), {id(x): at for x, at in batched}, out)
 
 
 @_for(F.embedding, torch.embedding)

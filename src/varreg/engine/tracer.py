@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from varreg.engine import checkpoints
 from varreg.engine.arguments import flatten, refill, results, swap, tensors_in, without_tensors
 from varreg.engine.checks import refuse_gradient
 from varreg.engine.contribution import Contribution
@@ -45,6 +46,7 @@ from varreg.engine.layout import (
 )
 from varreg.engine.marks import DERIVED, Derived, is_unseen, mark, mark_of, payload_of
 from varreg.engine.nodes import Arrive, Repeat, Repetition, Spread, Target, Use
+from varreg.engine.packed import is_packed, place_packed, sizes_in
 from varreg.engine.plans import Form, Plan, Serving, form_of
 from varreg.engine.plans import Place as PlanPlace
 from varreg.engine.propagation import (
@@ -66,8 +68,16 @@ from varreg.engine.propagation import (
     propagate,
     written,
 )
-from varreg.engine.rules import RULES, STACKED, Call, Rule
-from varreg.engine.trial import Verdict, is_weighted, keeps_apart, try_affine, try_operation, try_sum
+from varreg.engine.rules import PACKED, RULES, STACKED, STACKED_PACKED, Call, Rule
+from varreg.engine.trial import (
+    Verdict,
+    is_weighted,
+    keeps_apart,
+    try_affine,
+    try_operation,
+    try_sum,
+    undisturbed,
+)
 from varreg.engine.unseen import candidates_for, graph_of, place_unseen
 
 if TYPE_CHECKING:
@@ -79,6 +89,8 @@ _NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
 _LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")
 # functions whose result depends on their arguments by shape and type alone
 _CONSTANT = frozenset([*(getattr(Tensor, name) for name in _NEW), *(getattr(torch, name) for name in _LIKE)])
+_SELECTS = (torch.index_select, Tensor.index_select)
+_RECURRENT = (nn.RNN, nn.GRU, nn.LSTM)
 _CELLS = (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
 _PRODUCTS = frozenset((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm))
 # functions through which values of the batch leave torch, and may come back as constants
@@ -90,7 +102,7 @@ _ESCAPES = frozenset(
         "__format__",
     )
     if hasattr(Tensor, name)
-) | {torch.equal, torch.allclose, torch.is_nonzero}
+) | {torch.equal, torch.allclose, torch.is_nonzero, torch.zeros, torch.ones, torch.empty}  # as sizes
 # functions whose result has a size that values say, and which Python can then read
 _SIZED = frozenset(named("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount"))
 
@@ -161,6 +173,21 @@ class Tracer(TorchFunctionMode):
         self.lookups, self.aliases = {}, {}
         self.__exit__(None, None, None)
 
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """What is kept for the forward under way."""
+        return self.batch, self.lookups, self.escapes
+
+    @state.setter
+    def state(self, state: tuple[Any, ...]) -> None:
+        self.batch, self.lookups, self.escapes = state
+
+    def resume(self, batch: int) -> None:
+        """A checkpoint runs a part of a forward again, with so many samples."""
+        self.state = batch, {}, {}
+        if not any(mode is self for mode in _get_current_function_mode_stack()):
+            self.__enter__()
+
     @eager
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -201,8 +228,10 @@ class Tracer(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is Tensor.register_hook and seen.batched:
             return self._register_hook(*args, **kwargs)
+        if seen.tracked and checkpoints.are_possible():
+            checkpoints.note(self.observer)
         if func in _ESCAPES:
-            if seen.knows_samples:
+            if seen.knows_samples and not self._is_size(seen):
                 self._escape(func)
             return func(*args, **kwargs)
         if func is F.batch_norm and (seen.batched or seen.lost):
@@ -237,9 +266,12 @@ class Tracer(TorchFunctionMode):
     def _sorted(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Seen:
         seen = Seen([], [], [], [])
         tensors = args[:1] if func in SHAPE_ONLY and args else tensors_in(args, kwargs)
+        sizes = sizes_in(func, args)
         for t in tensors:
             if type(t) is not Tensor and type(t).__name__ == "FakeTensor":
                 continue  # a compiler looks at shapes, and calls what it makes of them later
+            if t is sizes:
+                continue
             where = mark_of(t)
             if where is None and t.requires_grad:
                 if self.observer.ledger(t):
@@ -269,7 +301,7 @@ class Tracer(TorchFunctionMode):
         key = (t.grad_fn.name(), t.shape, t.dtype, tuple(candidates), self.observer.path())
         place = self._tried.get(key)
         if place is None or not torch.is_grad_enabled():
-            with torch.random.fork_rng([]):
+            with undisturbed():
                 place = place_unseen(t, self.batch, candidates, self._name)
             if isinstance(place, Layout):
                 self._tried[key] = place
@@ -296,7 +328,7 @@ class Tracer(TorchFunctionMode):
             result = hook(grad)
             if result is not None and not tried:
                 tried = True
-                with torch.random.fork_rng([]):
+                with undisturbed():
                     said = keeps_apart(lambda given: [hook(given[0])], [grad], [place], [place], needs_proof=False)
                 if said is not Verdict.APART:
                     raise RuntimeError(
@@ -306,6 +338,11 @@ class Tracer(TorchFunctionMode):
             return result
 
         return t.register_hook(careful)
+
+    def _is_size(self, seen: Seen) -> bool:
+        """Is it the number of packed sequences that torch's own recurrent layers ask for?"""
+        modules = self.observer.modules_around([])
+        return not seen.batched and bool(modules) and type(modules[-1]) in _RECURRENT
 
     def _escape(self, func: Any) -> None:
         """Values of the batch leave torch, or choose where others go: when the forward ends, a trial
@@ -374,7 +411,7 @@ class Tracer(TorchFunctionMode):
             return Summed(self.batch)
         key = ("affine", op.function, _kinds(op), tuple(t.dim() for t in seen.summed))
         if key not in self._tried:
-            with torch.random.fork_rng([]):
+            with undisturbed():
                 self._tried[key] = try_affine(op, seen.summed)
         if self._tried[key]:
             return Summed(self.batch)
@@ -408,7 +445,7 @@ class Tracer(TorchFunctionMode):
             key = _trial(op, batched, place)
             verdict = None if goes_by_values(op, batched) else self._tried.get(key)
             if verdict is None:
-                with torch.random.fork_rng([]):
+                with undisturbed():
                     verdict = try_operation(op, batched, place)
                 self._tried[key] = verdict
             if verdict is Verdict.APART:
@@ -428,7 +465,7 @@ class Tracer(TorchFunctionMode):
             return lost
         key = ("sum", op.function, _kinds(op), tuple((x.dim(), at) for x, at in batched))
         if not gone.is_linear and key not in self._tried:
-            with torch.random.fork_rng([]):
+            with undisturbed():
                 self._tried[key] = try_sum(op, batched)
                 if self._tried[key] and is_weighted(op, batched):
                     self.observer.warn_weighted(name_of(op.function))
@@ -516,7 +553,7 @@ class Tracer(TorchFunctionMode):
             if all(x.dtype is torch.bool for x, _ in masks):  # each sample chooses its own rows
                 own = all(at == found for _, at in masks)
                 return found if own else Lost(f"{name} mixes samples", mixed=True)
-            with torch.random.fork_rng([]):
+            with undisturbed():
                 verdict = try_operation(op, seen.batched, found)
             if verdict is not Verdict.APART:
                 return Lost(f"{name} mixes samples, or changes their order", mixed=True)
@@ -563,12 +600,12 @@ class Tracer(TorchFunctionMode):
 
     def _meet(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], seen: Seen, form: Form | None) -> Any:
         batched, tracked = seen.batched, seen.tracked
-        if func in STACKED and isinstance(args[1], Tensor) and not args[1].is_floating_point():
-            self._refuse(func, tracked, "packed sequences are not supported: pad them, and mask the loss")
-        if func in STACKED and args[4] > 1 and args[5] > 0 and args[6]:
+        packed = is_packed(func, args)
+        layers, dropout, training = args[5:8] if packed else args[4:7] if func in STACKED else (0, 0, 0)
+        if layers > 1 and dropout > 0 and training:
             with self:
-                return STACKED[func](*args, **kwargs)
-        rule = RULES.get(func)
+                return (STACKED_PACKED if packed else STACKED)[func](*args, **kwargs)
+        rule = PACKED[func] if packed else RULES.get(func)
         if rule is None and (python := self._written_in_python(func)):
             with self:
                 return python(*args, **kwargs)
@@ -577,6 +614,11 @@ class Tracer(TorchFunctionMode):
             out = func(*args, **kwargs)
             lost = seen.lost[0][1] if seen.lost else None
             self._mark(out, lambda t, i: lost or self.where(func, args, kwargs, batched, t, i))
+            return out
+        if self._is_reordered(Operation(func, args, kwargs, 0), seen):
+            self._escape(func)
+            out = func(*args, **kwargs)
+            self._mark(out, lambda t, i: DERIVED if t.requires_grad else None)
             return out
         if seen.lost or seen.summed:
             why = seen.lost[0][1].why if seen.lost else "it was summed up"
@@ -600,7 +642,19 @@ class Tracer(TorchFunctionMode):
             return self._look(func, args, kwargs)
         if rule and (out := self._ruled(rule, func, args, kwargs, batched, tracked, form)) is not None:
             return out
+        if packed and self.batch > 1:
+            self._refuse(func, tracked, "it is not known whose the rows of the packed sequences are")
         return self._repeated(func, args, kwargs, batched, tracked)
+
+    def _is_reordered(self, op: Operation, seen: Seen) -> bool:
+        """Are all rows of a tensor made of parameters put in an order that depends on the batch, as
+        states that are learned are put in that of packed sequences?"""
+        if op.function not in _SELECTS or len(op.args) != 3 or seen.batched or seen.summed:
+            return False
+        t, dim, index = op.args
+        if not (isinstance(t, Tensor) and len(seen.lost) == 1 and seen.lost[0][0] is index):
+            return False
+        return torch.equal(index.sort().values, torch.arange(t.shape[dim], device=index.device))
 
     def _broadcasts(self, func: Any, batched: list[tuple[Tensor, Place]], tracked: list[Tensor]) -> bool:
         """Is it a product of matrices for each sample, with matrices that all samples share?"""
@@ -696,6 +750,8 @@ class Tracer(TorchFunctionMode):
         self, plan: Plan, serving: Serving, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> Any:
         """A call that a rule serves, like an earlier one; None if it is unlike in what it returns."""
+        if checkpoints.are_possible():
+            checkpoints.note(self.observer)
         out, detached = _run_detached(serving.rule, func, args, kwargs, serving.parameters(tensors))
         if not plan.fits(out):
             return None
@@ -774,7 +830,7 @@ class Tracer(TorchFunctionMode):
             with torch.no_grad():
                 out = results(func(*args, **kwargs))[0]
             both = [*batched, (t, at)]
-            with torch.random.fork_rng([]):
+            with undisturbed():
                 found = propagate(op, both, out)
                 places = found.places if isinstance(found, Guess) else (found,)
                 said = [isinstance(p, Place) and try_operation(op, both, p) is Verdict.APART for p in places]
@@ -794,6 +850,8 @@ class Tracer(TorchFunctionMode):
         """
         x, at = batched[0]
         new: dict[int, Tensor] = {}
+        if is_packed(func, args):
+            at = place_packed(args, batched, 1) or at
         if isinstance(at, Single):
             return new
         for t in tracked:
@@ -887,7 +945,8 @@ def _paired_dim(func: Any, args: Sequence[Any], x: Tensor, dim: int, t: Tensor) 
     if func in _PRODUCTS:
         return t.dim() - (x.dim() - dim) if x.dim() - dim > 2 else None
     if func in STACKED or func in _CELLS:
-        states = args[1] if isinstance(args[1], (list, tuple)) else (args[1],)
+        states = args[2 if is_packed(func, args) else 1]
+        states = states if isinstance(states, (list, tuple)) else (states,)
         return (1 if func in STACKED else 0) if any(t is state for state in states) else None
     if func is torch._VF.einsum:  # type: ignore[attr-defined]
         terms, operands = equation_of(args).inputs, operands_of(args)

@@ -44,6 +44,20 @@ def splits(batch: int) -> Iterator[Tensor]:
         yield ~side
 
 
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Leave generators as they were, and let no checkpoint around keep anything of a trial: it will
+    not be repeated when the checkpoint runs again."""
+    with torch.random.fork_rng([]), contextlib.ExitStack() as stack:
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
+        yield
+
+
+def _itself(t: Tensor) -> Tensor:
+    return t
+
+
 # ---- other values --------------------------------------------------------------------------------
 
 
@@ -107,12 +121,14 @@ def keeps_apart(
     there: Sequence[Place],
     needs_proof: bool = True,
     below: int = 0,
+    padded: bool = False,
 ) -> Verdict:
     """Try a function from tensors that carry the batch to tensors that do.
 
     With `needs_proof`, every sample's output has to move with it, in one of the trials; else an
     output that never moves is taken for a constant, as it may be in a model. Whole numbers may
-    be any `below` a limit.
+    be any `below` a limit. Outputs may be `padded` to the longest sample's size: what is beyond is
+    the same for all.
     """
     values: list[Callable[[Tensor], Tensor]] = [lambda t: t]
     if needs_proof:
@@ -125,7 +141,7 @@ def keeps_apart(
     tried = 0
     for make in values:
         try:
-            said = _try_values(run, [make(t) for t in inputs], at, there, moved)
+            said = _try_values(run, [make(t) for t in inputs], at, there, moved, padded)
         except FAILURES:  # it does not take such values
             continue
         if not said:
@@ -144,6 +160,7 @@ def _try_values(
     at: Sequence[Place],
     there: Sequence[Place],
     moved: list[Tensor],
+    padded: bool,
 ) -> bool:
     """Return whether samples were kept apart; note the samples whose outputs moved with them."""
     batch = at[0].batch
@@ -154,10 +171,13 @@ def _try_values(
     for chosen in splits(batch):
         after = run(_replaced(inputs, others, at, chosen))
         for i, place in enumerate(there):
-            if before[i].shape != after[i].shape:
-                return False
-            same = _is_close(before[i], after[i])
-            if bool((rows_of(before[i], place, ~chosen) & ~same).any()):
+            first, second = before[i], after[i]
+            if first.shape != second.shape:
+                if not (padded and _is_padding(first, second, place, ~chosen)):
+                    return False
+                first, second = _common(first, second)
+            same = _is_close(first, second)
+            if bool((rows_of(first, place, ~chosen) & ~same).any()):
                 return False
             moved[i] |= samples_in(~same, place) & chosen
     return True
@@ -176,12 +196,36 @@ def all_alike(run: Run, inputs: list[Tensor], at: Sequence[Place], there: Sequen
         after = run([t for t in copies if t is not None])
         chosen = torch.arange(at[0].batch) == number
         for i, place in enumerate(there):
-            if before[i].shape != after[i].shape:
-                return False
-            same = _is_close(before[i], after[i])
-            if bool((rows_of(before[i], place, chosen) & ~same).any()):
+            first, second = before[i], after[i]
+            if first.shape != second.shape:
+                if not _is_padding(first, second, place, chosen):
+                    return False
+                first, second = _common(first, second)
+            same = _is_close(first, second)
+            if bool((rows_of(first, place, chosen) & ~same).any()):
                 return False
     return True
+
+
+def _common(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the part of two tensors that both have."""
+    part = tuple(slice(min(n, m)) for n, m in zip(a.shape, b.shape, strict=True))
+    return a[part], b[part]
+
+
+def _is_padding(a: Tensor, b: Tensor, at: Place, kept: Tensor) -> bool:
+    """Do two tensors differ in the size of one dimension, and what only one of them has is the same
+    at every place along it, for every sample that was kept?"""
+    if isinstance(at, Single) or a.dim() != b.dim():
+        return False
+    dims = [d for d in range(a.dim()) if a.shape[d] != b.shape[d]]
+    if len(dims) != 1 or at.dim in dims:
+        return False
+    (dim,), longer = dims, a if a.shape[dims[0]] > b.shape[dims[0]] else b
+    ours = rows_of(longer, at, kept).flatten().nonzero().flatten()
+    beyond = longer.narrow(dim, min(a.shape[dim], b.shape[dim]), abs(a.shape[dim] - b.shape[dim]))
+    rest = beyond.index_select(at.dim, ours).movedim((at.dim, dim), (0, 1)).flatten(0, 1)
+    return not len(rest) or bool(_is_close(rest[:1].expand_as(rest), rest).all())
 
 
 def _is_close(a: Tensor, b: Tensor) -> Tensor:

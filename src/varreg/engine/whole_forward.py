@@ -53,7 +53,7 @@ def try_forward(
             return Verdict.UNDECIDED, str(error)
         if rows:
             places, carriers = [where for _, where in rows], chosen([i for i, _ in rows])
-            said = keeps_apart(carriers, given, at, places, needs_proof=False)
+            said = keeps_apart(carriers, given, at, places, needs_proof=False, padded=True)
             if said is not Verdict.APART:
                 return said, "it does not take samples in another order"
             if not all_alike(carriers, given, at, places):

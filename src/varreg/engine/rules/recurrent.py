@@ -91,7 +91,7 @@ class _Taps:
         return out
 
 
-def _alike(tensors: list[Any]) -> list[Any]:
+def alike(tensors: list[Any]) -> list[Any]:
     """In one precision, the finest of them: autocast runs a layer whose input is in half precision, and its weights are not."""
     dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors if t is not None))
     return [None if t is None else t.to(dtype) for t in tensors]
@@ -104,7 +104,7 @@ def _layers(
     taps = _Taps()
     per = len(params) // (layers * (2 if bidirectional else 1))
     projected = per - (4 if has_biases else 2)
-    x, *tensors = _alike([x, *hx, *params])
+    x, *tensors = alike([x, *hx, *params])
     hx, params = tensors[: len(hx)], tensors[len(hx) :]
     with torch.enable_grad():
         x = (x.transpose(0, 1) if batch_first else x).detach()
@@ -159,7 +159,7 @@ def _register(layer: Any, step: Any, cell: Cell, name: str) -> None:
     ) -> Contributions:
         taps = _Taps()
         states = list(hx) if isinstance(hx, list | tuple) else [hx]
-        x, w_ih, w_hh, b_ih, b_hh, *states = _alike([input, w_ih, w_hh, b_ih, b_hh, *states])
+        x, w_ih, w_hh, b_ih, b_hh, *states = alike([input, w_ih, w_hh, b_ih, b_hh, *states])
         with torch.enable_grad():
             state = tuple(h.detach() for h in states)
             gi = taps.linear(x.detach(), w_ih, b_ih, ("w_ih", "b_ih"))
@@ -174,6 +174,9 @@ def _register(layer: Any, step: Any, cell: Cell, name: str) -> None:
     rule(step, serves=weights, saves=saves, carries=carries, when=_cell_batch, takes_over=False)(run_cell)
 
 
+CELLS: dict[Any, Cell] = {
+    torch.lstm: _lstm, torch.gru: _gru, torch.rnn_tanh: _tanh, torch.rnn_relu: _relu,
+}  # fmt: skip
 _register(torch.lstm, torch.lstm_cell, _lstm, "lstm")
 _register(torch.gru, torch.gru_cell, _gru, "gru")
 _register(torch.rnn_tanh, torch.rnn_tanh_cell, _tanh, "rnn_tanh")

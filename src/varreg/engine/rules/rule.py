@@ -92,22 +92,28 @@ def rule(
     """Register the decorated function, `rule(call, grads, *the function's own arguments)`, for torch functions."""
 
     def add(run: Callable[..., Contributions]) -> Callable[..., Contributions]:
-        names = tuple(inspect.signature(run).parameters)[2:]
-        for function in functions:
-            RULES[function] = Rule(
-                run.__name__,
-                names,
-                frozenset(serves.split()),
-                frozenset(saves.split()),
-                run,
-                frozenset(carries.split()),
-                when,
-                forward,
-                takes_over,
-            )
+        made = make_rule(run, serves, saves, carries, when, forward, takes_over)
+        RULES.update(dict.fromkeys(functions, made))
         return run
 
     return add
+
+
+def make_rule(
+    run: Callable[..., Contributions],
+    serves: str = "weight bias",
+    saves: str = "",
+    carries: str = "input",
+    when: Callable[[Call], bool] = lambda call: True,
+    forward: Callable[..., Any] | None = None,
+    takes_over: bool = True,
+) -> Rule:
+    """Return a rule that runs a function `run(call, grads, *the served function's own arguments)`."""
+    names = tuple(inspect.signature(run).parameters)[2:]
+    served, saved, carrying = (frozenset(x.split()) for x in (serves, saves, carries))
+    return Rule(
+        run.__name__, names, served, saved, run, carrying, when, forward, takes_over
+    )
 
 
 def has_rows(call: Call) -> bool:
