@@ -67,7 +67,7 @@ def epoch(number: int) -> Iterator[None]:
 def payload_of(t: Tensor) -> tuple[Any, ...] | None:
     """Return a tensor's mark, if it has one of this forward, as it is kept."""
     kept = t.__dict__.get(_MARK)
-    return None if kept is None or kept[0] != _forward.number else kept[1]
+    return None if kept is None or kept[0] != _forward.number or kept[1] is _CONSTANT else kept[1]
 
 
 def mark_of(t: Tensor) -> Where | Derived | None:
@@ -115,6 +115,19 @@ def _payload(t: Tensor, where: Where | Derived) -> tuple[Any, ...]:
     if isinstance(where, Summed):
         return ((where.batch, None),)
     return ()
+
+
+_CONSTANT = (None,)  # seen to be made of constants alone
+
+
+def mark_constant(t: Tensor) -> None:
+    """Note that a tensor was seen to be made of constants alone."""
+    t.__dict__[_MARK] = (_forward.number, _CONSTANT)
+
+
+def is_constant(t: Tensor) -> bool:
+    kept = t.__dict__.get(_MARK)
+    return kept is not None and kept[0] == _forward.number and kept[1] is _CONSTANT
 
 
 def put(t: Tensor, payload: tuple[Any, ...]) -> None:

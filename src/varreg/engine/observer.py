@@ -34,7 +34,7 @@ from varreg.engine.contribution import Partition
 from varreg.engine.eager import eager
 from varreg.engine.layout import Layout, Lost, Place, Ragged, Single, Summed, Where
 from varreg.engine.ledger import LEDGERS, Ledger, moments, unmeasured_message
-from varreg.engine.marks import DERIVED, forget, mark, mark_of, new_epoch
+from varreg.engine.marks import DERIVED, forget, is_unseen, mark, mark_of, new_epoch
 from varreg.engine.modules import MODULE_RULES, detach_own, restore_own, use_rule
 from varreg.engine.packed import packed_inputs
 from varreg.engine.summary import Summary, summarize
@@ -104,6 +104,7 @@ class Observer:
         ] = {}  # gathered parameters by id, each with the sharded one that it stands for
         self._warned: set[str] = set()
         self._learn()
+        self._aside: set[tuple[nn.Module, str]] = set()  # attributes in which parts of a forward were left
         self._handles = [h for m in model.modules() if any(True for _ in m.parameters()) for h in self._hook(m)]
         try:
             self._attach()
@@ -183,6 +184,10 @@ class Observer:
         """From now on, parameters are there as gathered wholes in a forward: `pairs` has each whole and the sharded one that it stands for."""
         self._pairs = pairs
         self._learn()
+
+    def is_buffer(self, t: Tensor) -> bool:
+        """Is it a buffer or parameter of the model, which was there before the batch came?"""
+        return id(t) in self._lasting
 
     def contract(self, t: Tensor, batch: int) -> Layout | None:
         """Where the batch is in a tensor of which nothing else is known."""
@@ -376,6 +381,7 @@ class Observer:
         self._names = {m: name for name, m in self.model.named_modules()}
         known: dict[int, tuple[Tensor, Ledger]] = {}
         self._whole = {id(whole): (whole, p) for whole, p in self._pairs(self.model)}
+        self._lasting = {id(t) for t in (*self.model.buffers(), *self.model.parameters())}
         for name, t in self.model.named_parameters():
             p = self._shard_of(t)
             old = self._known.get(id(p))
@@ -397,7 +403,8 @@ class Observer:
             distributed.attach(self)
 
     def _hook(self, module: nn.Module) -> Iterator[RemovableHandle]:
-        yield module.register_forward_pre_hook(_Enter(self), with_kwargs=True)
+        # ours comes first, so that what other hooks do to the inputs is seen
+        yield module.register_forward_pre_hook(_Enter(self), with_kwargs=True, prepend=True)
         yield module.register_forward_hook(_Leave(self), with_kwargs=True, always_call=True)
 
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -497,11 +504,23 @@ class Observer:
         outputs = tensors_of(output)
         if not is_tracing():  # another observed model, around this one, may take it from here
             alone = {at.sample for t in outputs if isinstance(at := mark_of(t), Single)}
-            for t in outputs:
+            for t in (*outputs, *self._left_aside(outputs)):
                 self._check_output(t, len(alone) == self.tracer.batch)
             if output is not None:
                 self._try_escapes(module, args, kwargs, inputs or [], outputs)
             forget((inputs, output))
+
+    def _left_aside(self, outputs: list[Tensor]) -> list[Tensor]:
+        """Return tensors of this forward that were left in attributes, as auxiliary losses are. They
+        are searched for now and then, and then looked at each time."""
+        if self.tracer.verdicts.due("attributes"):
+            for module in self.model.modules():
+                for name, value in vars(module).items():
+                    if isinstance(value, Tensor) and value.grad_fn is not None and mark_of(value) is not None:
+                        self._aside.add((module, name))
+        found = [getattr(module, name, None) for module, name in self._aside]
+        ids = {id(t) for t in outputs}
+        return [t for t in found if isinstance(t, Tensor) and id(t) not in ids and mark_of(t) is not None]
 
     def _check_output(self, t: Tensor, has_all: bool) -> None:
         """What the loss gets must tell samples apart; where it does not, no gradient may arrive.
@@ -510,11 +529,13 @@ class Observer:
         """
         if not t.requires_grad or t.is_leaf or not torch.is_grad_enabled():
             return
-        where = mark_of(t) or self.tracer.place(t)
+        where = mark_of(t)
+        if where is None or is_unseen(t):
+            where = self.tracer.place(t)
         why = None
         if where is DERIVED:
             why = derived_output_message(tuple(t.shape), self.tracer.names([t]))
-        elif self.batch_norm != "contribution" and not isinstance(where, Lost):
+        elif self.batch_norm != "contribution":
             why = self._fault_of(t, where, has_all)
         if why is not None:
             about = f"varreg: an output of {self.path()}, of shape {tuple(t.shape)}, "
@@ -524,6 +545,8 @@ class Observer:
         """Return why a loss could not tell samples apart in an output; None where it can."""
         batch, dim = self.tracer.batch, self.batch_dim
         size = t.shape[dim] if t.dim() > dim else None
+        if isinstance(where, Lost):
+            return f"has lost the batch: {where.why}. Which sample its gradient belongs to is not known."
         if isinstance(where, Summed):
             if t.numel() <= 1:
                 return None
@@ -590,11 +613,12 @@ class Observer:
     ) -> None:
         """Where values of the batch left torch: run the forward again with other samples, once."""
         tracer = self.tracer
-        left = [key for key in tracer.escapes if key not in tracer.settled]
-        if not left or torch._C._current_graph_task_id() != -1:
+        if not tracer.escapes or torch._C._current_graph_task_id() != -1:
+            return
+        left = [key for key in tracer.escapes if tracer.verdicts.due(("escape", *key))]
+        if not left:
             return
         if any(ledger.sharded for _, ledger in self._known.values()):
-            tracer.settled.update(left)
             self.warn_once(
                 "escapes",
                 f"varreg: in {left[0][1]}, {left[0][0]} takes values of the batch out of sight. Whether they come back and "
@@ -608,11 +632,13 @@ class Observer:
         ]
         said, why = Verdict.UNDECIDED, "no input or output of it carries the batch"
         if given and wanted:
+            first = any(tracer.verdicts.is_first(("escape", *key)) for key in left)
             with undisturbed():
-                said, why = try_forward(self.model, module, args, kwargs, given, wanted)
+                said, why = try_forward(self.model, module, args, kwargs, given, wanted, first)
         if said is Verdict.APART:
-            tracer.settled.update(left)
             return
+        for key in left:
+            tracer.verdicts.forget(("escape", *key))
         function, path = left[0]
         found = (
             "with other samples beside it, a sample's output changes: a sample has no gradient of its own"

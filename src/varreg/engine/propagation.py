@@ -97,6 +97,23 @@ def is_in_place(function: Any) -> bool:
     )
 
 
+def mutated(function: Any) -> list[int]:
+    """Return the positions of the arguments that an operator writes into, by its schema."""
+    if not isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return []
+    overloads = (
+        [function] if isinstance(function, torch._ops.OpOverload) else [getattr(function, name) for name in function.overloads()]
+    )
+    return sorted(
+        {
+            i
+            for overload in overloads
+            for i, a in enumerate(overload._schema.arguments)
+            if a.alias_info is not None and a.alias_info.is_write
+        }
+    )
+
+
 def is_known(function: Any) -> bool:
     return function in _KNOWN
 
@@ -118,7 +135,7 @@ softsign tanhshrink hardshrink softshrink threshold logsigmoid log_sigmoid dropo
 bitwise_not logical_not isnan isinf isfinite isposinf isneginf nan_to_num angle real imag conj
 conj_physical resolve_conj resolve_neg deg2rad rad2deg clone detach contiguous to type float double half
 bfloat16 int long short bool byte char cpu cuda type_as requires_grad_ real imag i0 ndtr log_ndtr
-special_ndtr entr polygamma"""
+special_ndtr entr polygamma as_subclass"""
 
 ELEMENTWISE = frozenset(
     [
@@ -179,7 +196,7 @@ MOVERS: dict[Any, tuple[int, ...]] = {
     Tensor.__getitem__: (0,),
     Tensor.__iter__: (0,),
     Tensor.__setitem__: (0, 2),
-    **dict.fromkeys(named("copy_"), (0, 1)),
+    **dict.fromkeys([Tensor.copy_, Tensor.set_], (0, 1)),
     **dict.fromkeys(named("index_copy", "scatter"), (0, 3)),
     **dict.fromkeys(named("index_put", "masked_scatter"), (0, 2)),
     **dict.fromkeys(named("select_scatter", "slice_scatter", "diagonal_scatter"), (0, 1)),
@@ -271,6 +288,10 @@ def _follow_numbers(op: Operation, data: list[Tensor], carriers: dict[int, Place
         return guess(op, [(t, at) for t in data if (at := carriers.get(id(t)))], out)
     if not isinstance(moved, Tensor):
         moved = list(moved)[op.output]
+    if not out.numel() and len(carriers) == 1 and len(data) == 1:
+        at = next(iter(carriers.values()))  # nothing is in it, but its rows may still be there
+        if not isinstance(at, Single) and data[0].dim() == out.dim() and out.shape[at.dim] == at.size:
+            return at
     if moved.shape != out.shape:
         return Lost(f"{name_of(op.function)} depends on the values that it moves")
     found = place_of(moved, batch)
@@ -579,7 +600,7 @@ def _pack(op: Operation, batched: Batched, out: Tensor) -> Found:
 
 
 @_for(PAD)
-def _pad(op: Operation, batched: Batched, out: Tensor) -> Found:
+def _pad_packed(op: Operation, batched: Batched, out: Tensor) -> Found:
     """Rows go back; what is put between them is nobody's. Lengths come from the longest down."""
     (data, at), sizes = batched[0], op.args[1]
     if isinstance(at, Single) or (order := order_of(at, sizes)) is None:

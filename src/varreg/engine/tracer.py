@@ -44,7 +44,16 @@ from varreg.engine.layout import (
     numbers,
     place_of,
 )
-from varreg.engine.marks import DERIVED, Derived, is_unseen, mark, mark_of, payload_of
+from varreg.engine.marks import (
+    DERIVED,
+    Derived,
+    is_constant,
+    is_unseen,
+    mark,
+    mark_constant,
+    mark_of,
+    payload_of,
+)
 from varreg.engine.nodes import Arrive, Repeat, Repetition, Spread, Target, Use
 from varreg.engine.packed import is_packed, place_packed, sizes_in
 from varreg.engine.plans import Form, Plan, Serving, form_of
@@ -63,6 +72,7 @@ from varreg.engine.propagation import (
     index_of,
     is_in_place,
     moved_data,
+    mutated,
     name_of,
     named,
     propagate,
@@ -73,12 +83,11 @@ from varreg.engine.trial import (
     Verdict,
     is_weighted,
     keeps_apart,
-    try_affine,
     try_operation,
-    try_sum,
     undisturbed,
 )
-from varreg.engine.unseen import candidates_for, graph_of, place_unseen
+from varreg.engine.unseen import candidates_for, graph_of, place_unseen, sends_back
+from varreg.engine.verdicts import Verdicts
 
 if TYPE_CHECKING:
     from varreg.engine.ledger import Ledger
@@ -106,6 +115,13 @@ _ESCAPES = frozenset(
 # functions whose result has a size that values say, and which Python can then read
 _SIZED = frozenset(named("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount"))
 
+# functions that return what shapes and types say, and nothing of values
+_METADATA = frozenset(
+    """shape size dim ndim ndimension numel nelement stride storage_offset dtype device layout element_size
+    itemsize nbytes requires_grad grad_fn grad _version names get_device sparse_dim dense_dim __len__ __hash__ retain_grad
+    register_hook output_nr is_leaf type result_type promote_types can_cast retains_grad backward _backward_hooks
+    broadcast_shapes untyped_storage_size name data_ptr __dir__ _base""".split()
+)
 _DETACH = frozenset((Tensor.detach, torch.detach, Tensor.data.__get__))  # type: ignore[attr-defined]
 _MOST_PLANS = 1 << 12  # forms of calls that are remembered: some models see new shapes all the time
 
@@ -147,14 +163,17 @@ class Tracer(TorchFunctionMode):
         self.observer = observer
         self.batch = 0  # of the forward pass under way
         self._python: dict[Any, Callable[..., Any] | None] = {}
-        self._tried: dict[Any, Any] = {}  # what trials said, by the kind of call
+        self.verdicts = Verdicts()
         self._plans: dict[Form, Plan] = {}  # what was found out about calls, by their form
         self._split: Any = None  # groups, rank and world that they were made for
         # made without a batch in this forward: result, its node, rows
         self.lookups: dict[int, tuple[Tensor, Any, Tensor]] = {}
         self.aliases: dict[int, list[Tensor]] = {}  # tensors that a detached one shares memory with
         self.escapes: dict[tuple[str, str], None] = {}  # where values of the batch left, in this forward
-        self.settled: set[tuple[str, str]] = set()  # where a trial said that it does not matter
+        self._unseen = 0  # tensors of unknown origin in this forward
+        self._placed: dict[Any, Place] = {}  # where those carry the batch
+        self.rewritten: dict[int, Tensor] = {}  # memory whose rows changed owners, with what keeps it
+        self._fresh: set[int] = set()  # tensors that were marked after that
 
     @property
     def _lets_samples_meet(self) -> bool:
@@ -163,6 +182,7 @@ class Tracer(TorchFunctionMode):
     def begin(self, batch: int) -> None:
         """A forward begins, with so many samples."""
         self.batch, self.lookups, self.escapes, self.aliases = batch, {}, {}, {}
+        self._unseen, self.rewritten, self._fresh = 0, {}, set()
         split = self.observer.groups, self.observer.rank, self.observer.world
         if split != self._split:  # how batches are split is a part of plans
             self._plans.clear()
@@ -176,15 +196,15 @@ class Tracer(TorchFunctionMode):
     @property
     def state(self) -> tuple[Any, ...]:
         """What is kept for the forward under way."""
-        return self.batch, self.lookups, self.escapes
+        return self.batch, self.lookups, self.escapes, self.rewritten, self._fresh
 
     @state.setter
     def state(self, state: tuple[Any, ...]) -> None:
-        self.batch, self.lookups, self.escapes = state
+        self.batch, self.lookups, self.escapes, self.rewritten, self._fresh = state
 
     def resume(self, batch: int) -> None:
         """A checkpoint runs a part of a forward again, with so many samples."""
-        self.state = batch, {}, {}
+        self.state = batch, {}, {}, {}, set()
         if not any(mode is self for mode in _get_current_function_mode_stack()):
             self.__enter__()
 
@@ -192,7 +212,7 @@ class Tracer(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         form = None
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not self.rewritten:
             form, tensors = form_of(func, args, kwargs, self.observer.ledger)
             plan = None if form is None else self._plans.get(form)
             if plan is not None:
@@ -218,14 +238,17 @@ class Tracer(TorchFunctionMode):
         """Run a call of which nothing is known yet. With a form, what is found is kept for the
         next one, if it holds for all like it.
         """
-        if func in _CONSTANT:
-            return func(*args, **kwargs)
-        seen = self._sorted(func, args, kwargs)
+        given = {k: v for k, v in kwargs.items() if k != "out"} if "out" in kwargs else kwargs
+        if func in _CONSTANT and not tensors_in(args[1:], given):
+            return self._constant(func(*args, **kwargs))
+        seen = self._sorted(func, args, given)
         if func in _DETACH:
             shared = self.aliases.setdefault(args[0].untyped_storage().data_ptr(), [])
             shared.append(args[0])
+        if self._hides(args):
+            self._escape(func)
         if not (seen.tracked or seen.knows_samples):
-            return func(*args, **kwargs)
+            return self._constant(func(*args, **kwargs))
         if func is Tensor.register_hook and seen.batched:
             return self._register_hook(*args, **kwargs)
         if seen.tracked and checkpoints.are_possible():
@@ -233,32 +256,95 @@ class Tracer(TorchFunctionMode):
         if func in _ESCAPES:
             if seen.knows_samples and not self._is_size(seen):
                 self._escape(func)
-            return func(*args, **kwargs)
+            return self._constant(func(*args, **kwargs))
         if func is F.batch_norm and (seen.batched or seen.lost):
             self.observer.check_batch_norm(args, kwargs)
         if seen.tracked and torch._C._are_functorch_transforms_active():
             self._refuse(func, seen.tracked, "it runs under a torch.func transform (vmap, grad, jvp)")
+        if seen.knows_samples and self._writes_parameter(func, args):
+            return self._lose(func, args, kwargs, "a parameter was written with what the batch says")
         if seen.tracked and seen.knows_samples:
             return self._meet(func, args, kwargs, seen, form)
         if (func in WRITERS or func in RESHAPERS) and seen.knows_samples:
-            return self._write(func, args, kwargs, seen)
+            return self._write(func, args, given, seen)
         out = func(*args, **kwargs)
-        if _is_sized_by_values(func, args) and seen.knows_samples:
+        if seen.knows_samples and self._lets_values_out(func, args, out) and not self._is_size(seen):
             self._escape(func)
-        if not any(isinstance(t, Tensor) for t in results(out)):
-            return out
+        if any(isinstance(t, Tensor) for t in results(out)):
+            self._mark_results(func, args, given, seen, out, form)
+        if seen.knows_samples:
+            self._mark_written(func, args, kwargs)
+        return out
+
+    def _mark_results(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], seen: Seen, out: Any, form: Form | None
+    ) -> None:
         if seen.lost or seen.summed:
             where = self._without_place(Operation(func, args, kwargs, 0), seen)
             self._mark(out, lambda t, i: where or self.where(func, args, kwargs, seen.batched, t, i))
         elif seen.batched:
             self._mark(out, lambda t, i: self.where(func, args, kwargs, seen.batched, t, i))
-            if func in _DETACH:  # to be seen again: what it shares memory with has to be known
-                return out
-            self._plan(form, func, args, kwargs, seen.batched, results(out))
+            # what a detached tensor shares memory with has to be known each time; so have views
+            # that are written to
+            if func not in _DETACH and not (is_in_place(func) and args[0] is not seen.batched[0][0]):
+                self._plan(form, func, args, kwargs, seen.batched, results(out))
         elif torch.is_grad_enabled():
             self._mark(out, lambda t, i: DERIVED if t.requires_grad else None)
             if func is F.embedding:
                 self._note_lookup(out, *args, **kwargs)
+
+    def _mark_written(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """What an operation wrote into, in place or by `out=`, may share its memory with others."""
+        written_to = [args[0]] if args and isinstance(args[0], Tensor) and is_in_place(func) else []
+        written_to += tensors_in((), {"out": kwargs["out"]}) if "out" in kwargs else []
+        for t in written_to:
+            where = mark_of(t)
+            if isinstance(where, Summed):
+                where = Lost("a sum over the batch was written into it", mixed=True)
+            if isinstance(where, Place | Lost) and func not in RESHAPERS:
+                self._mark_aliases(t, where)
+        for i in mutated(func):
+            if i < len(args) and isinstance(args[i], Tensor):
+                mark(args[i], lost := Lost(f"{name_of(func)} writes into it", mixed=True))
+                self._refuse_later(args[i], lost)
+
+    def _writes_parameter(self, func: Any, args: Sequence[Any]) -> bool:
+        """Is a parameter itself the target, as in a codebook that follows the batch?"""
+        if not args or not isinstance(args[0], Tensor) or not (func in WRITERS or is_in_place(func)):
+            return False
+        memory = args[0].untyped_storage().data_ptr()
+        shared = (args[0], *self.aliases.get(memory, ()))
+        return any(self.observer.ledger(t) is not None for t in shared)
+
+    def _lose(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], why: str) -> Any:
+        out = func(*args, **kwargs)
+        for t in (args[0], *self.aliases.get(args[0].untyped_storage().data_ptr(), ())):
+            mark(t, Lost(why, mixed=True))
+        return out
+
+    def _hides(self, args: Sequence[Any]) -> bool:
+        """Are there values of the batch in slices or nested lists? Torch reads them by itself."""
+        found: list[Tensor] = []
+        for a in args:
+            if isinstance(a, (slice, list, tuple)):
+                _find_hidden(a, found, depth=0)
+        return any(isinstance(mark_of(t), Place | Lost | Summed) for t in found)
+
+    def _lets_values_out(self, func: Any, args: Sequence[Any], out: Any) -> bool:
+        """Does a function return something else than tensors and what shapes say, or tensors of a
+        size that values decide?"""
+        if _is_sized_by_values(func, args):
+            return True
+        name = name_of(func)
+        if name in _METADATA or name.startswith(("is_", "_is_", "has_")) or func is Tensor.requires_grad_:
+            return False
+        return any(not isinstance(t, (Tensor, type(None))) for t in results(out)) and not isinstance(out, torch.Size)
+
+    def _constant(self, out: Any) -> Any:
+        """Mark what was seen to be made of constants alone, if its sizes could be taken for the batch's."""
+        for t in results(out):
+            if isinstance(t, Tensor) and not t.requires_grad and self.batch in t.shape:
+                mark_constant(t)
         return out
 
     # ---- what tensors are --------------------------------------------------------------------------
@@ -266,6 +352,8 @@ class Tracer(TorchFunctionMode):
     def _sorted(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Seen:
         seen = Seen([], [], [], [])
         tensors = args[:1] if func in SHAPE_ONLY and args else tensors_in(args, kwargs)
+        if func in _CONSTANT:  # of the first argument, shape and type alone count
+            tensors = tensors_in(args[1:], {k: v for k, v in kwargs.items() if k not in ("input", "self")})
         sizes = sizes_in(func, args)
         for t in tensors:
             if type(t) is not Tensor and type(t).__name__ == "FakeTensor":
@@ -273,7 +361,12 @@ class Tracer(TorchFunctionMode):
             if t is sizes:
                 continue
             where = mark_of(t)
-            if where is None and t.requires_grad:
+            if self.rewritten and id(t) not in self._fresh:
+                if t.untyped_storage().data_ptr() in self.rewritten:
+                    where = Lost("something was written behind it", mixed=True)
+            if where is None and not t.requires_grad:
+                self._note_unknown(t)
+            elif where is None and t.requires_grad:
                 if self.observer.ledger(t):
                     where = DERIVED
                 elif t.grad_fn is not None:
@@ -291,6 +384,12 @@ class Tracer(TorchFunctionMode):
                 seen.tracked.append(t)
         return seen
 
+    def _note_unknown(self, t: Tensor) -> None:
+        """A constant with as many rows as there are samples that nobody saw being made: an attribute of
+        the model, or what a scripted function made of an input. A trial of the whole forward tells."""
+        if self.batch > 1 and self.batch in t.shape and not is_constant(t) and not self.observer.is_buffer(t):
+            self._escape("a tensor of unknown origin")
+
     def place(self, t: Tensor) -> Where | Derived:
         """Place an output that has no mark: something unseen made it."""
         return self._place(t, candidates_for(t, self.batch))
@@ -298,17 +397,41 @@ class Tracer(TorchFunctionMode):
     def _place(self, t: Tensor, candidates: list[Place]) -> Where | Derived:
         """Place a tensor that was made out of sight, and mark it."""
         assert t.grad_fn is not None
-        key = (t.grad_fn.name(), t.shape, t.dtype, tuple(candidates), self.observer.path())
-        place = self._tried.get(key)
-        if place is None or not torch.is_grad_enabled():
+        self._unseen += 1
+        key = ("unseen", self._unseen, t.grad_fn.name(), t.shape, t.dtype, tuple(candidates))
+        place: Where | Derived | None = self._placed.get(key)
+        if self.verdicts.due(key) or place is None or not torch.is_grad_enabled():
             with undisturbed():
                 place = place_unseen(t, self.batch, candidates, self._name)
-            if isinstance(place, Layout):
-                self._tried[key] = place
+            if isinstance(place, Place):
+                self._placed[key] = place
+                self._check_arriving(t, place)
+        if isinstance(place, Place):
+            self._escape(t.grad_fn.name())
         mark(t, place)
         if isinstance(place, Lost):
             self._refuse_later(t, place)
         return place
+
+    def _check_arriving(self, t: Tensor, place: Place) -> None:
+        """Try the gradient that really arrives, too: a backward of the user's may depend on its size."""
+        path, waits = self.observer.path(), True
+
+        def check(grad: Tensor) -> None:
+            nonlocal waits
+            if not waits:  # the trial itself sends gradients here
+                return
+            waits = False
+            with undisturbed():
+                apart = sends_back(t, place, self._name, grad)
+            if not apart:
+                raise RuntimeError(
+                    f"varreg: in {path}, the backward of an operation that is not a torch function mixes samples: a "
+                    "sample has no gradient of its own."
+                )
+
+        if self.batch > 1 and t.requires_grad and not self._lets_samples_meet:
+            t.register_hook(check)
 
     def _name(self, t: Tensor) -> str | None:
         ledger = self.observer.ledger(t)
@@ -348,8 +471,9 @@ class Tracer(TorchFunctionMode):
         """Values of the batch leave torch, or choose where others go: when the forward ends, a trial
         says whether they came back and made samples depend on each other.
         """
-        if torch.is_grad_enabled() and self.batch > 1 and not self._lets_samples_meet:
-            self.escapes[(name_of(func), self.observer.path())] = None
+        if self.batch > 1 and not self._lets_samples_meet:
+            name = func if isinstance(func, str) else name_of(func)
+            self.escapes[(name, self.observer.path())] = None
 
     # ---- where results carry the batch -------------------------------------------------------------
 
@@ -357,9 +481,15 @@ class Tracer(TorchFunctionMode):
         for i, t in enumerate(results(out)):
             if isinstance(t, Tensor) and not self.observer.ledger(t):
                 if (found := where(t, i)) is not None:
-                    mark(t, found)
+                    self._note(t, found)
                 if isinstance(found, Lost):
                     self._refuse_later(t, found)
+
+    def _note(self, t: Tensor, where: Where | Derived) -> None:
+        mark(t, where)
+        if self.rewritten:
+            self._fresh.add(id(t))
+            self.rewritten[-id(t)] = t  # kept, so that no other tensor gets its id
 
     def _refuse_later(self, t: Tensor, lost: Lost) -> None:
         """A gradient that arrives at a tensor without a place is an error: whose would it be? Where
@@ -409,11 +539,7 @@ class Tracer(TorchFunctionMode):
             return Lost(f"{name} combines samples with a sum over the batch", mixed=True)
         if self._lets_samples_meet:
             return Summed(self.batch)
-        key = ("affine", op.function, _kinds(op), tuple(t.dim() for t in seen.summed))
-        if key not in self._tried:
-            with undisturbed():
-                self._tried[key] = try_affine(op, seen.summed)
-        if self._tried[key]:
+        if self.verdicts.of_affine(op, seen.summed):
             return Summed(self.batch)
         return Lost(f"{name} is not linear in a sum over the batch", mixed=True)
 
@@ -442,12 +568,7 @@ class Tracer(TorchFunctionMode):
             return guess.places[0] if guess.places else Gone(is_linear=False)
         name, mixed = name_of(op.function), False
         for place in guess.places:
-            key = _trial(op, batched, place)
-            verdict = None if goes_by_values(op, batched) else self._tried.get(key)
-            if verdict is None:
-                with undisturbed():
-                    verdict = try_operation(op, batched, place)
-                self._tried[key] = verdict
+            verdict = self.verdicts.of_operation(op, batched, place)
             if verdict is Verdict.APART:
                 return place
             mixed |= verdict is Verdict.MIXED
@@ -463,13 +584,16 @@ class Tracer(TorchFunctionMode):
         lost = Lost(f"{name_of(op.function)} takes {shapes} to {tuple(out.shape)}")
         if self._lets_samples_meet or not (out.requires_grad and out.is_floating_point()):
             return lost
-        key = ("sum", op.function, _kinds(op), tuple((x.dim(), at) for x, at in batched))
-        if not gone.is_linear and key not in self._tried:
+        if name_of(op.function) in ("nanmean", "nanmedian"):  # values decide what counts
+            return lost
+        if not gone.is_linear and not self.verdicts.of_sum(op, batched):
+            return lost
+        if not gone.is_linear and self.verdicts.due(("weighted", op.function, self.observer.path())):
             with undisturbed():
-                self._tried[key] = try_sum(op, batched)
-                if self._tried[key] and is_weighted(op, batched):
-                    self.observer.warn_weighted(name_of(op.function))
-        return Summed(self.batch) if gone.is_linear or self._tried[key] else lost
+                weighted = is_weighted(op, batched)
+            if weighted:
+                self.observer.warn_weighted(name_of(op.function))
+        return Summed(self.batch)
 
     def _plan(
         self,
@@ -520,7 +644,10 @@ class Tracer(TorchFunctionMode):
         if isinstance(out, Tensor) and out is not t:  # `index_add` leaves `t` as it is
             self._mark(out, lambda *_: place)
             return out
-        mark(t, place)
+        before = mark_of(t)
+        if isinstance(before, Place) and before != place and func not in RESHAPERS:
+            self.rewritten[t.untyped_storage().data_ptr()] = t  # earlier views of it are out of date
+        self._note(t, place)
         if isinstance(place, Lost):
             self._refuse_later(t, place)
         if func not in RESHAPERS and isinstance(place, Place | Lost):
@@ -581,20 +708,26 @@ class Tracer(TorchFunctionMode):
         for other in self.aliases.get(t.untyped_storage().data_ptr(), ()):
             if other is not t:
                 same = other.shape == t.shape and other.stride() == t.stride()
-                mark(other, place if same else Lost("something was written behind it", mixed=True))
+                found = place if same else Lost("something was written behind it", mixed=True)
+                self._note(other, found)
+                if isinstance(found, Lost):
+                    self._refuse_later(other, found)
 
     def _mark_base(self, t: Tensor, place: Place | Lost) -> None:
         """What was written through a view is in the tensor that it is a view of."""
         base: Any = t._base
         before = mark_of(base)
         if isinstance(before, Lost) or isinstance(place, Lost) or not base.is_contiguous():
-            mark(base, place if isinstance(place, Lost) else Lost("a view of it was written to"))
+            self._note(base, lost := place if isinstance(place, Lost) else Lost("a view of it was written to"))
+            self._refuse_later(base, lost)
             return
         owners = numbers(base, before if isinstance(before, Place) else None).contiguous()
         offset = t.storage_offset() - base.storage_offset()
         owners.as_strided(t.shape, t.stride(), offset).copy_(numbers(t, place))
         found = place_of(owners, self.batch)
-        mark(base, found or Lost("a view of it was written to", mixed=True))
+        self._note(base, where := found or Lost("a view of it was written to", mixed=True))
+        if isinstance(where, Lost):
+            self._refuse_later(base, where)
 
     # ---- a parameter meets the batch ---------------------------------------------------------------
 
@@ -825,17 +958,16 @@ class Tracer(TorchFunctionMode):
         if t.dim() != x.dim() or t.shape[at.dim] != at.size or at.size <= 1:
             return False
         op = Operation(func, args, kwargs, 0)
-        key = ("pairs", _trial(op, batched, at))
-        if key not in self._tried:
+
+        def find() -> bool:
             with torch.no_grad():
                 out = results(func(*args, **kwargs))[0]
             both = [*batched, (t, at)]
-            with undisturbed():
-                found = propagate(op, both, out)
-                places = found.places if isinstance(found, Guess) else (found,)
-                said = [isinstance(p, Place) and try_operation(op, both, p) is Verdict.APART for p in places]
-            self._tried[key] = any(said)
-        return bool(self._tried[key])
+            found = propagate(op, both, out)
+            places = found.places if isinstance(found, Guess) else (found,)
+            return any(isinstance(p, Place) and try_operation(op, both, p) is Verdict.APART for p in places)
+
+        return self.verdicts.of_pairs(op, batched, find)
 
     def _aligned(
         self,
@@ -906,6 +1038,18 @@ class Tracer(TorchFunctionMode):
         for i, at in call.places.items():
             mark(used[i], at)
         return _shaped_like(out, used)
+
+
+def _find_hidden(a: Any, found: list[Tensor], depth: int) -> None:
+    """Find tensors in slices, and in lists below the first level, which the tracer looks through."""
+    if isinstance(a, Tensor):
+        if depth > 1:
+            found.append(a)
+    elif isinstance(a, slice):
+        found += [b for b in (a.start, a.stop, a.step) if isinstance(b, Tensor)]
+    elif isinstance(a, (list, tuple)):
+        for b in a:
+            _find_hidden(b, found, depth + 1)
 
 
 def _is_sized_by_values(func: Any, args: Sequence[Any]) -> bool:
@@ -987,40 +1131,6 @@ def _run_detached(
 
 def _shaped_like(out: Any, used: tuple[Tensor, ...]) -> Any:
     return used[0] if isinstance(out, Tensor) else type(out)(used)
-
-
-_PLAIN = (int, float, str, type(None))
-
-
-def _kinds(op: Operation) -> tuple[Any, ...]:
-    """Return what tells one kind of call from another: plain arguments and the types of others."""
-    kinds: list[Any] = [a if isinstance(a, _PLAIN) else _kind(a) for a in op.args]
-    kinds += [(k, v if isinstance(v, _PLAIN) else _kind(v)) for k, v in op.kwargs.items()]
-    return tuple(kinds)
-
-
-def _kind(a: Any) -> Any:
-    if isinstance(a, Tensor):
-        return Tensor, a.dtype, tuple(n == 1 for n in a.shape)
-    if isinstance(a, (list, tuple)):
-        return type(a), tuple(b if isinstance(b, _PLAIN) else _kind(b) for b in a)
-    return type(a)
-
-
-def _trial(op: Operation, batched: list[tuple[Tensor, Place]], there: Place) -> tuple[Any, ...]:
-    """Return what tells one kind of call from another, as far as it need not be tried again."""
-    carriers = [(x.dim(), *_shape_of(at)) for x, at in batched]
-    return op.function, op.output, _shape_of(there), _kinds(op), *carriers
-
-
-def _shape_of(at: Place) -> tuple[Any, ...]:
-    if isinstance(at, Layout):
-        return at.dim, at.outer > 1, at.inner > 1
-    return type(at), _dim(at)
-
-
-def _dim(at: Place) -> int:
-    return 0 if isinstance(at, Single) else at.dim
 
 
 def is_tracing() -> bool:

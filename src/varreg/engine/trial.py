@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,6 +29,15 @@ from varreg.engine.propagation import Batched, Operation
 
 Run = Callable[[list[Tensor]], list[Tensor]]
 FAILURES = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, AssertionError)
+
+
+class _Numbers(threading.local):
+    """Where random functions start, in a trial."""
+
+    seed = 0
+
+
+_numbers = _Numbers()
 
 
 class Verdict(enum.Enum):
@@ -122,13 +133,14 @@ def keeps_apart(
     needs_proof: bool = True,
     below: int = 0,
     padded: bool = False,
+    few: int | None = None,
 ) -> Verdict:
     """Try a function from tensors that carry the batch to tensors that do.
 
     With `needs_proof`, every sample's output has to move with it, in one of the trials; else an
     output that never moves is taken for a constant, as it may be in a model. Whole numbers may
     be any `below` a limit. Outputs may be `padded` to the longest sample's size: what is beyond is
-    the same for all.
+    the same for all. Of the splits, `few` pairs will do where each run is dear.
     """
     values: list[Callable[[Tensor], Tensor]] = [lambda t: t]
     if needs_proof:
@@ -136,12 +148,13 @@ def keeps_apart(
             lambda t: _random(t, positive=False),
             lambda t: _random(t, positive=True, below=below),
             lambda t: _random(t, positive=False, below=below),
+            lambda t: _random(t, positive=False) * 1e4 if t.is_floating_point() else t,
         ]
     moved = [torch.zeros(at[0].batch, dtype=torch.bool) for _ in there]
     tried = 0
     for make in values:
         try:
-            said = _try_values(run, [make(t) for t in inputs], at, there, moved, padded)
+            said = _try_values(run, [make(t) for t in inputs], at, there, moved, padded, few)
         except FAILURES:  # it does not take such values
             continue
         if not said:
@@ -161,6 +174,7 @@ def _try_values(
     there: Sequence[Place],
     moved: list[Tensor],
     padded: bool,
+    few: int | None,
 ) -> bool:
     """Return whether samples were kept apart; note the samples whose outputs moved with them."""
     batch = at[0].batch
@@ -168,7 +182,7 @@ def _try_values(
     for i, place in enumerate(there):  # a sample that has no rows has nothing to move
         moved[i] |= ~samples_in(torch.ones_like(before[i], dtype=torch.bool), place)
     others = _others(inputs, at)
-    for chosen in splits(batch):
+    for chosen in itertools.islice(splits(batch), None if few is None else 2 * few):
         after = run(_replaced(inputs, others, at, chosen))
         for i, place in enumerate(there):
             first, second = before[i], after[i]
@@ -176,21 +190,21 @@ def _try_values(
                 if not (padded and _is_padding(first, second, place, ~chosen)):
                     return False
                 first, second = _common(first, second)
-            same = _is_close(first, second)
+            same = is_close(first, second)
             if bool((rows_of(first, place, ~chosen) & ~same).any()):
                 return False
             moved[i] |= samples_in(~same, place) & chosen
     return True
 
 
-def all_alike(run: Run, inputs: list[Tensor], at: Sequence[Place], there: Sequence[Place]) -> bool:
+def all_alike(run: Run, inputs: list[Tensor], at: Sequence[Place], there: Sequence[Place], most: int = 4) -> bool:
     """Try whether a sample's outputs stay when all others are made its copies. It shows what a
     swap cannot: a branch that is taken only where samples differ.
     """
     if not all(isinstance(place, Layout) for place in at):
         return True
     before = run(inputs)
-    for number in torch.randperm(at[0].batch)[:2].tolist():
+    for number in torch.randperm(at[0].batch)[:most].tolist():
         order = torch.full((at[0].batch,), number)
         copies = [_shuffled(t, place, order) for t, place in zip(inputs, at, strict=True)]
         after = run([t for t in copies if t is not None])
@@ -201,7 +215,7 @@ def all_alike(run: Run, inputs: list[Tensor], at: Sequence[Place], there: Sequen
                 if not _is_padding(first, second, place, chosen):
                     return False
                 first, second = _common(first, second)
-            same = _is_close(first, second)
+            same = is_close(first, second)
             if bool((rows_of(first, place, chosen) & ~same).any()):
                 return False
     return True
@@ -225,10 +239,10 @@ def _is_padding(a: Tensor, b: Tensor, at: Place, kept: Tensor) -> bool:
     ours = rows_of(longer, at, kept).flatten().nonzero().flatten()
     beyond = longer.narrow(dim, min(a.shape[dim], b.shape[dim]), abs(a.shape[dim] - b.shape[dim]))
     rest = beyond.index_select(at.dim, ours).movedim((at.dim, dim), (0, 1)).flatten(0, 1)
-    return not len(rest) or bool(_is_close(rest[:1].expand_as(rest), rest).all())
+    return not len(rest) or bool(is_close(rest[:1].expand_as(rest), rest).all())
 
 
-def _is_close(a: Tensor, b: Tensor) -> Tensor:
+def is_close(a: Tensor, b: Tensor) -> Tensor:
     """Return where two tensors are the same, to rounding, relative to the size of the whole."""
     if not (a.is_floating_point() or a.is_complex()):
         return a == b
@@ -273,10 +287,48 @@ def try_operation(op: Operation, batched: Batched, there: Place) -> Verdict:
         cotangent = torch.randn_like(out)
         places = [there, *(at[i] for i in floats)]
         said = keeps_apart(forward, inputs, at, [there], below=below)
-        if said is not Verdict.APART:
-            return said
-        return keeps_apart(both, [*inputs, cotangent], [*at, there], places, needs_proof=False)
+        if said is Verdict.APART:
+            grads = [*inputs, cotangent]
+            said = keeps_apart(both, grads, [*at, there], places, needs_proof=False)
+        if said is Verdict.APART and dtype is not None and not _is_the_same(op, batched, at, there):
+            return Verdict.MIXED
+        if said is Verdict.APART and not _follows_order(forward, inputs, at, there, fixed):
+            return Verdict.MIXED
+        return said
     return Verdict.UNDECIDED
+
+
+def _is_the_same(op: Operation, batched: Batched, at: Sequence[Place], there: Place) -> bool:
+    """Try it once more in the precision at hand: a function may do something else there."""
+    if all(x.dtype is torch.float64 or not x.is_floating_point() for x, _ in batched):
+        return True
+    forward, inputs = _runner(op, batched, None)
+    try:
+        return keeps_apart(forward, inputs, at, [there], needs_proof=False) is not Verdict.MIXED
+    except FAILURES:
+        return True
+
+
+def _follows_order(forward: Run, inputs: list[Tensor], at: Sequence[Place], there: Place, fixed: list[Tensor]) -> bool:
+    """Try whether samples in another order give the same results in that order. Random functions,
+    and constants with a row for each sample, are for samples as they stand."""
+    if not isinstance(there, Layout) or not all(isinstance(place, Layout) for place in at):
+        return True
+    if any(n in (there.size, there.batch) for t in fixed for n in t.shape):
+        return True
+    order = torch.randperm(there.batch)
+    before = forward(inputs)[0]
+    _numbers.seed = 1
+    try:
+        is_random = not bool(is_close(before, forward(inputs)[0]).all())
+    finally:
+        _numbers.seed = 0
+    if is_random:
+        return True
+    moved = [_shuffled(t, place, order) for t, place in zip(inputs, at, strict=True)]
+    after = forward([t for t in moved if t is not None])[0]
+    expected = _shuffled(before, there, order)
+    return expected is not None and bool(is_close(expected, after).all())
 
 
 def _runner(op: Operation, batched: Batched, dtype: torch.dtype | None) -> tuple[Run, list[Tensor]]:
@@ -316,7 +368,7 @@ def _without_gradients(run: Run) -> Run:
 def same_random_numbers(inputs: Sequence[Tensor]) -> Iterator[None]:
     """Let random functions draw the same numbers each time, and leave generators as they were."""
     with torch.random.fork_rng({t.device for t in inputs if t.device.type == "cuda"}):
-        torch.manual_seed(0)
+        torch.manual_seed(_numbers.seed)
         yield
 
 
@@ -343,7 +395,13 @@ def _with_gradients(forward: Run, inputs: list[Tensor], out: Tensor) -> Run | No
 # ---- sums over samples ---------------------------------------------------------------------------
 
 
-def is_sum(run: Run, inputs: list[Tensor], at: Sequence[Place], random: bool = True) -> bool:
+def is_sum(
+    run: Run,
+    inputs: list[Tensor],
+    at: Sequence[Place],
+    random: bool = True,
+    few: int | None = None,
+) -> bool:
     """Try whether outputs without a batch are sums of what each sample gives."""
     done = False
     values: list[Callable[[Tensor], Tensor]] = [lambda t: t]
@@ -351,7 +409,7 @@ def is_sum(run: Run, inputs: list[Tensor], at: Sequence[Place], random: bool = T
         values += [lambda t: _random(t, positive=False), lambda t: _random(t, positive=True)]
     for make in values:
         try:
-            done |= _try_sum(run, [make(t) for t in inputs], at)
+            done |= _try_sum(run, [make(t) for t in inputs], at, few)
         except _NotASumError:  # noqa: PERF203 - each kind of values is a trial of its own
             return False
         except FAILURES:
@@ -363,12 +421,12 @@ class _NotASumError(Exception):
     pass
 
 
-def _try_sum(run: Run, inputs: list[Tensor], at: Sequence[Place]) -> bool:
+def _try_sum(run: Run, inputs: list[Tensor], at: Sequence[Place], few: int | None) -> bool:
     """Return whether the outputs moved at all; raise where they are no sums."""
     others, moved = _others(inputs, at), False
     every = torch.ones(at[0].batch, dtype=torch.bool)
     first, last = run(inputs), run(_replaced(inputs, others, at, every))
-    for chosen in splits(at[0].batch):
+    for chosen in itertools.islice(splits(at[0].batch), None if few is None else 2 * few):
         a, b = (run(_replaced(inputs, others, at, side)) for side in (chosen, ~chosen))
         for i in range(len(first)):
             if not (first[i].shape == a[i].shape == b[i].shape == last[i].shape):
@@ -391,10 +449,14 @@ def try_sum(op: Operation, batched: Batched) -> bool:
 
 def is_weighted(op: Operation, batched: Batched) -> bool:
     """Try whether labels of one sample change the weight of another, as where a mean is over
-    those that are not ignored.
-    """
-    labels = [(x, at) for x, at in batched if not x.is_floating_point()]
-    return bool(labels) and not _try_sum_of(op, list(batched))
+    those that are not ignored."""
+    labels = [x for x, _ in batched if not x.is_floating_point()]
+    if not labels:
+        return False
+    ignored = op.kwargs.get("ignore_index")
+    if ignored is not None and any(bool((x == ignored).any()) for x in labels):
+        return True
+    return not _try_sum_of(op, list(batched))
 
 
 def _try_sum_of(op: Operation, carriers: list[tuple[Tensor, Place]]) -> bool:
@@ -425,6 +487,8 @@ def _is_affine(run: Run, inputs: list[Tensor], size: float) -> bool:
     zero = [torch.zeros_like(t) for t in inputs]
     both = [s + t for s, t in zip(a, b, strict=True)]
     ends = [run(x)[0].double() for x in (zero, both, a, b)]
+    if not all(bool(t.isfinite().all()) for t in ends):
+        return False
     scale = max([float(t.abs().max()) for t in ends if t.numel()], default=0.0)
     gap = (ends[0] + ends[1] - ends[2] - ends[3]).abs()
     return not gap.numel() or float(gap.max()) <= 1e-6 * scale

@@ -8,6 +8,7 @@ the samples may reach rows of these samples only.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from varreg.engine.layout import Layout, Lost, Place, only_sample
 from varreg.engine.marks import DERIVED, Derived, mark_of
 from varreg.engine.nodes import places_of
-from varreg.engine.trial import FAILURES, rows_of, samples_in, splits
+from varreg.engine.trial import FAILURES, is_close, rows_of, samples_in, splits
 
 Edge = tuple[Any, int, Place]  # a node, which of its outputs, and where that carries the batch
 
@@ -53,6 +54,25 @@ def place_unseen(
         return direct[0]
     fits = [place for place in candidates if _sends_back(t, place, edges)]
     return fits[0] if len(fits) == 1 else Lost(_what(t))
+
+
+def sends_back(t: Tensor, place: Place, name_of: Callable[[Tensor], str | None], grad: Tensor) -> bool:
+    """Try whether the gradient that arrives at a tensor goes on as its parts would."""
+    edges, _ = _origins(t, name_of)
+    ends = [torch.autograd.graph.GradientEdge(node, number) for node, number, _ in edges]
+    options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+    try:
+        whole: Sequence[Tensor | None] = torch.autograd.grad([t], ends, [grad], **options)
+        for chosen in itertools.islice(splits(place.batch), 2):
+            part = torch.where(rows_of(t, place, chosen), grad, 0)
+            parts: Sequence[Tensor | None] = torch.autograd.grad([t], ends, [part], **options)
+            for a, b, (_, _, at) in zip(whole, parts, edges, strict=True):
+                if a is not None and b is not None:
+                    if bool((rows_of(a, at, chosen) & ~is_close(a, b)).any()):
+                        return False
+    except FAILURES:  # it cannot be run a second time
+        return True
+    return True
 
 
 def _what(t: Tensor) -> str:

@@ -26,9 +26,13 @@ def try_forward(
     kwargs: dict[str, Any],
     inputs: Sequence[tuple[Tensor, Place]],
     outputs: Sequence[tuple[int, Where]],
+    thorough: bool = True,
 ) -> tuple[Verdict, str]:
     """Return what a trial of `module.forward` says of the outputs, named by their position among
     all tensors that it returns; and why, if it says nothing.
+
+    A `thorough` one is made with other parameters as well: behind a gate that is still zero, nothing
+    can be seen.
     """
     if isinstance(module, nn.parallel.DistributedDataParallel):
         module = module.module  # its own forward would talk to other processes
@@ -36,13 +40,17 @@ def try_forward(
     at = [place for _, place in inputs]
     rows = [(i, where) for i, where in outputs if isinstance(where, Place)]
     sums = [i for i, where in outputs if isinstance(where, Summed)]
-    with rehearsal(model) as rehearsed, torch.no_grad():
+    with rehearsal(model) as rehearsed, torch.enable_grad():
+        changes: list[tuple[Tensor, Tensor]] = []
 
         def run(values: list[Tensor]) -> list[Tensor]:
             rehearsed.reset()
+            with torch.no_grad():
+                for p, change in changes:
+                    p.add_(change)
             new = {id(t): v for (t, _), v in zip(inputs, values, strict=True)}
             out = module.forward(*replace_tensors(args, new), **replace_tensors(kwargs, new))
-            return tensors_of(out)
+            return [t.detach() for t in tensors_of(out)]
 
         def chosen(which: Sequence[int]) -> Any:
             return lambda values: [run(values)[i] for i in which]
@@ -51,13 +59,29 @@ def try_forward(
             run(given)
         except FAILURES as error:
             return Verdict.UNDECIDED, str(error)
-        if rows:
-            places, carriers = [where for _, where in rows], chosen([i for i, _ in rows])
-            said = keeps_apart(carriers, given, at, places, needs_proof=False, padded=True)
-            if said is not Verdict.APART:
-                return said, "it does not take samples in another order"
-            if not all_alike(carriers, given, at, places):
+        for others in (False, True) if thorough else (False,):
+            changes += _changes(model) if others else []
+            if rows:
+                places, carriers = [where for _, where in rows], chosen([i for i, _ in rows])
+                few = 2 if thorough else 1
+                options: dict[str, Any] = {"needs_proof": False, "padded": True, "few": few}
+                said = keeps_apart(carriers, given, at, places, **options)
+                if said is Verdict.UNDECIDED and others:
+                    continue  # it does not take other parameters
+                if said is not Verdict.APART:
+                    return said, "it does not take samples in another order"
+                if not all_alike(carriers, given, at, places, 4 if thorough else 1):
+                    return Verdict.MIXED, ""
+            if sums and not is_sum(chosen(sums), given, at, random=False, few=2 if thorough else 1):
                 return Verdict.MIXED, ""
-        if sums and not is_sum(chosen(sums), given, at, random=False):
-            return Verdict.MIXED, ""
     return Verdict.APART, ""
+
+
+def _changes(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Return a small random change of each parameter."""
+    found: list[tuple[Tensor, Tensor]] = []
+    for p in model.parameters():
+        if p.is_floating_point() and p.numel() and not p.is_meta:
+            size = float(p.detach().double().std()) if p.numel() > 1 else 0.0
+            found.append((p, torch.randn_like(p) * (0.1 * size or 0.1)))
+    return found

@@ -111,9 +111,7 @@ def make_rule(
     """Return a rule that runs a function `run(call, grads, *the served function's own arguments)`."""
     names = tuple(inspect.signature(run).parameters)[2:]
     served, saved, carrying = (frozenset(x.split()) for x in (serves, saves, carries))
-    return Rule(
-        run.__name__, names, served, saved, run, carrying, when, forward, takes_over
-    )
+    return Rule(run.__name__, names, served, saved, run, carrying, when, forward, takes_over)
 
 
 def has_rows(call: Call) -> bool:
