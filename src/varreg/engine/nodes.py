@@ -150,11 +150,20 @@ def _refuse_compiled() -> None:
         )
 
 
+_ran = [0]
+
+
+def backwards() -> int:
+    """Return how often a node of ours has run backward, in any model."""
+    return _ran[0]
+
+
 def _measuring(backward: Callable[..., Any]) -> Callable[..., Any]:
     """What all nodes need: first derivatives alone, computed as they are written, also if `backward()` is called under autocast."""
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
+        _ran[0] += 1
         _refuse_compiled()
         _refuse_second_order(ctx)
         if not torch._C._is_any_autocast_enabled():

@@ -36,9 +36,10 @@ from varreg.engine.layout import Layout, Lost, Place, Ragged, Single, Summed, Wh
 from varreg.engine.ledger import LEDGERS, Ledger, moments, unmeasured_message
 from varreg.engine.marks import DERIVED, forget, is_unseen, mark, mark_of, new_epoch
 from varreg.engine.modules import MODULE_RULES, detach_own, restore_own, use_rule
+from varreg.engine.nodes import backwards
 from varreg.engine.packed import packed_inputs
 from varreg.engine.summary import Summary, summarize
-from varreg.engine.tracer import Tracer, is_tracing
+from varreg.engine.tracer import UNKNOWN, Tracer, is_tracing
 from varreg.engine.trial import Verdict, undisturbed
 from varreg.engine.whole_forward import try_forward
 
@@ -512,7 +513,8 @@ class Observer:
 
     def _left_aside(self, outputs: list[Tensor]) -> list[Tensor]:
         """Return tensors of this forward that were left in attributes, as auxiliary losses are. They
-        are searched for now and then, and then looked at each time."""
+        are searched for now and then, and then looked at each time.
+        """
         if self.tracer.verdicts.due("attributes"):
             for module in self.model.modules():
                 for name, value in vars(module).items():
@@ -615,6 +617,8 @@ class Observer:
         tracer = self.tracer
         if not tracer.escapes or torch._C._current_graph_task_id() != -1:
             return
+        if tracer.backwards != backwards() and all(name == UNKNOWN for name, _ in tracer.escapes):
+            return  # a backward ran inside of this forward: it must not run again
         left = [key for key in tracer.escapes if tracer.verdicts.due(("escape", *key))]
         if not left:
             return
@@ -631,7 +635,9 @@ class Observer:
             (i, where) for i, t in enumerate(outputs) if t.requires_grad and isinstance(where := mark_of(t), Place | Summed)
         ]
         said, why = Verdict.UNDECIDED, "no input or output of it carries the batch"
-        if given and wanted:
+        if tracer.backwards != backwards():
+            why = "a backward runs inside of the forward, and must not run again"
+        elif given and wanted:
             first = any(tracer.verdicts.is_first(("escape", *key)) for key in left)
             with undisturbed():
                 said, why = try_forward(self.model, module, args, kwargs, given, wanted, first)

@@ -54,7 +54,7 @@ from varreg.engine.marks import (
     mark_of,
     payload_of,
 )
-from varreg.engine.nodes import Arrive, Repeat, Repetition, Spread, Target, Use
+from varreg.engine.nodes import Arrive, Repeat, Repetition, Spread, Target, Use, backwards
 from varreg.engine.packed import is_packed, place_packed, sizes_in
 from varreg.engine.plans import Form, Plan, Serving, form_of
 from varreg.engine.plans import Place as PlanPlace
@@ -116,13 +116,13 @@ _ESCAPES = frozenset(
 _SIZED = frozenset(named("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount"))
 
 # functions that return what shapes and types say, and nothing of values
-_METADATA = frozenset(
-    """shape size dim ndim ndimension numel nelement stride storage_offset dtype device layout element_size
-    itemsize nbytes requires_grad grad_fn grad _version names get_device sparse_dim dense_dim __len__ __hash__ retain_grad
-    register_hook output_nr is_leaf type result_type promote_types can_cast retains_grad backward _backward_hooks
-    broadcast_shapes untyped_storage_size name data_ptr __dir__ _base""".split()
-)
+_SHAPES = """shape size dim ndim ndimension numel nelement stride storage_offset dtype device layout
+element_size itemsize nbytes requires_grad grad_fn grad _version names get_device sparse_dim dense_dim
+__len__ __hash__ retain_grad register_hook output_nr is_leaf type result_type promote_types can_cast
+retains_grad backward _backward_hooks broadcast_shapes name data_ptr __dir__ _base"""
+_METADATA = frozenset(_SHAPES.split())
 _DETACH = frozenset((Tensor.detach, torch.detach, Tensor.data.__get__))  # type: ignore[attr-defined]
+UNKNOWN = "a tensor of unknown origin"
 _MOST_PLANS = 1 << 12  # forms of calls that are remembered: some models see new shapes all the time
 
 
@@ -170,6 +170,7 @@ class Tracer(TorchFunctionMode):
         self.lookups: dict[int, tuple[Tensor, Any, Tensor]] = {}
         self.aliases: dict[int, list[Tensor]] = {}  # tensors that a detached one shares memory with
         self.escapes: dict[tuple[str, str], None] = {}  # where values of the batch left, in this forward
+        self.backwards = 0  # nodes of ours that had run backward when the forward began
         self._unseen = 0  # tensors of unknown origin in this forward
         self._placed: dict[Any, Place] = {}  # where those carry the batch
         self.rewritten: dict[int, Tensor] = {}  # memory whose rows changed owners, with what keeps it
@@ -183,6 +184,7 @@ class Tracer(TorchFunctionMode):
         """A forward begins, with so many samples."""
         self.batch, self.lookups, self.escapes, self.aliases = batch, {}, {}, {}
         self._unseen, self.rewritten, self._fresh = 0, {}, set()
+        self.backwards = backwards()
         split = self.observer.groups, self.observer.rank, self.observer.world
         if split != self._split:  # how batches are split is a part of plans
             self._plans.clear()
@@ -332,7 +334,8 @@ class Tracer(TorchFunctionMode):
 
     def _lets_values_out(self, func: Any, args: Sequence[Any], out: Any) -> bool:
         """Does a function return something else than tensors and what shapes say, or tensors of a
-        size that values decide?"""
+        size that values decide?
+        """
         if _is_sized_by_values(func, args):
             return True
         name = name_of(func)
@@ -361,9 +364,8 @@ class Tracer(TorchFunctionMode):
             if t is sizes:
                 continue
             where = mark_of(t)
-            if self.rewritten and id(t) not in self._fresh:
-                if t.untyped_storage().data_ptr() in self.rewritten:
-                    where = Lost("something was written behind it", mixed=True)
+            if self.rewritten and id(t) not in self._fresh and t.untyped_storage().data_ptr() in self.rewritten:
+                where = Lost("something was written behind it", mixed=True)
             if where is None and not t.requires_grad:
                 self._note_unknown(t)
             elif where is None and t.requires_grad:
@@ -386,9 +388,10 @@ class Tracer(TorchFunctionMode):
 
     def _note_unknown(self, t: Tensor) -> None:
         """A constant with as many rows as there are samples that nobody saw being made: an attribute of
-        the model, or what a scripted function made of an input. A trial of the whole forward tells."""
+        the model, or what a scripted function made of an input. A trial of the whole forward tells.
+        """
         if self.batch > 1 and self.batch in t.shape and not is_constant(t) and not self.observer.is_buffer(t):
-            self._escape("a tensor of unknown origin")
+            self._escape(UNKNOWN)
 
     def place(self, t: Tensor) -> Where | Derived:
         """Place an output that has no mark: something unseen made it."""
@@ -781,7 +784,8 @@ class Tracer(TorchFunctionMode):
 
     def _is_reordered(self, op: Operation, seen: Seen) -> bool:
         """Are all rows of a tensor made of parameters put in an order that depends on the batch, as
-        states that are learned are put in that of packed sequences?"""
+        states that are learned are put in that of packed sequences?
+        """
         if op.function not in _SELECTS or len(op.args) != 3 or seen.batched or seen.summed:
             return False
         t, dim, index = op.args

@@ -58,7 +58,8 @@ def splits(batch: int) -> Iterator[Tensor]:
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Leave generators as they were, and let no checkpoint around keep anything of a trial: it will
-    not be repeated when the checkpoint runs again."""
+    not be repeated when the checkpoint runs again.
+    """
     with torch.random.fork_rng([]), contextlib.ExitStack() as stack:
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
@@ -229,7 +230,8 @@ def _common(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 def _is_padding(a: Tensor, b: Tensor, at: Place, kept: Tensor) -> bool:
     """Do two tensors differ in the size of one dimension, and what only one of them has is the same
-    at every place along it, for every sample that was kept?"""
+    at every place along it, for every sample that was kept?
+    """
     if isinstance(at, Single) or a.dim() != b.dim():
         return False
     dims = [d for d in range(a.dim()) if a.shape[d] != b.shape[d]]
@@ -311,7 +313,8 @@ def _is_the_same(op: Operation, batched: Batched, at: Sequence[Place], there: Pl
 
 def _follows_order(forward: Run, inputs: list[Tensor], at: Sequence[Place], there: Place, fixed: list[Tensor]) -> bool:
     """Try whether samples in another order give the same results in that order. Random functions,
-    and constants with a row for each sample, are for samples as they stand."""
+    and constants with a row for each sample, are for samples as they stand.
+    """
     if not isinstance(there, Layout) or not all(isinstance(place, Layout) for place in at):
         return True
     if any(n in (there.size, there.batch) for t in fixed for n in t.shape):
@@ -449,7 +452,8 @@ def try_sum(op: Operation, batched: Batched) -> bool:
 
 def is_weighted(op: Operation, batched: Batched) -> bool:
     """Try whether labels of one sample change the weight of another, as where a mean is over
-    those that are not ignored."""
+    those that are not ignored.
+    """
     labels = [x for x, _ in batched if not x.is_floating_point()]
     if not labels:
         return False

@@ -67,9 +67,8 @@ def sends_back(t: Tensor, place: Place, name_of: Callable[[Tensor], str | None],
             part = torch.where(rows_of(t, place, chosen), grad, 0)
             parts: Sequence[Tensor | None] = torch.autograd.grad([t], ends, [part], **options)
             for a, b, (_, _, at) in zip(whole, parts, edges, strict=True):
-                if a is not None and b is not None:
-                    if bool((rows_of(a, at, chosen) & ~is_close(a, b)).any()):
-                        return False
+                if a is not None and b is not None and bool((rows_of(a, at, chosen) & ~is_close(a, b)).any()):
+                    return False
     except FAILURES:  # it cannot be run a second time
         return True
     return True

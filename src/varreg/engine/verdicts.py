@@ -33,7 +33,8 @@ class Verdicts:
 
     def due(self, key: Any) -> bool:
         """Say yes the 1st, 2nd, 4th, 8th … time that something is met: what may change is tried
-        again, for less and less of the time."""
+        again, for less and less of the time.
+        """
         times = self._met[key] = self._met.get(key, 0) + 1
         return times & (times - 1) == 0
 
