@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 SECONDS ?= 120
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test graphs lint types docs docs-serve bench clean
+.PHONY: demo test graphs sanitize lint types docs docs-serve bench clean
 
 demo: $(VENV)/.lab
 	$(BIN)/varreg compare SGD VRSGD --task digits --out runs/demo
@@ -21,6 +21,9 @@ test: $(VENV)/.dev
 
 graphs: $(VENV)/.dev
 	$(BIN)/python -m tests.graphs --seconds $(SECONDS)
+
+sanitize: $(VENV)/.dev  # native code under the address and undefined-behaviour sanitizers
+	.ci/sanitize $(BIN)/python
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

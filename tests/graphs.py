@@ -2133,9 +2133,12 @@ def signature(graph: Graph, verdict: Verdict) -> str:
         clearing, between = graph.usage.clearing, graph.usage.between or "nothing"
         return f"wrong count; gradients cleared by '{clearing}', '{between}' between steps"
     steps = [s for s in graph.steps if s.kind in ("mixing", "joint loss")]
-    steps = steps or [s for s in graph.steps if "s." in s.code] or list(graph.steps)
-    code = re.sub(r"s\.\w+", "w", "; ".join(steps[-1].code.split("\n")))
-    return f"{verdict.kind}: {re.sub(r'[a-z]*v[0-9]+', 'v', code)}"
+    if not steps:
+        kinds = dict.fromkeys(s.kind for s in graph.steps)
+        return f"{verdict.kind}: " + " + ".join(kinds if len(kinds) < 5 else list(kinds)[-4:])
+    code = "; ".join(steps[-1].code.split("\n"))
+    code = re.sub(r"\.movedim\(\d, 0\)|\.unsqueeze\(1\)|^v\d+ = ", "", code)
+    return f"{verdict.kind}: " + re.sub(r"\b[a-z]*v[0-9]+|\b[xz]\b", "v", code)
 
 
 def draw_or_none(seed: int) -> Graph | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_, parametrizations
 
 import varreg
 from tests.models import Fn, weight
+from tests.optimizers import RULES
 from tests.ranks import launch
 from tests.test_conformance import assert_moments
 from tests.truth import losses, one_at_a_time, sample_weights
@@ -234,6 +236,16 @@ def uses_that_cancel() -> nn.Module:
     return Fn(lambda s, x: s.l(x) - s.l(x + 1) + s.l(x) - s.l(x - 1) + s.o(x), l=nn.Linear(8, 5), o=nn.Linear(8, 5))
 
 
+def scalars() -> nn.Module:
+    """One number, used twice and by way of a graph: contributions have no shape."""
+    return Fn(
+        lambda s, x: (s.l(x) * s.a.exp() * s.a + s.a.sin() + s.b * torch.ones(5)).softmax(-1),
+        l=nn.Linear(8, 5),
+        a=weight(),
+        b=weight(),
+    )
+
+
 def direction() -> nn.Module:
     return Fn(lambda s, x: s.l(x) @ (s.w / s.w.norm()).view(1, 1), l=nn.Linear(8, 1), w=weight(1))
 
@@ -244,6 +256,7 @@ NOISE = {  # model: the shape of its input without the batch, and the parameters
     table_of_positions: ((6, 8), ["k.bias", "row"]),
     uses_that_cancel: ((8,), ["l.weight", "l.bias"]),
     direction: ((8,), ["w"]),
+    scalars: ((8,), ["b"]),
 }
 
 
@@ -419,3 +432,130 @@ def test_gradients_cleared_for_one_parameter_alone():
     message = r"'heads\.1\.(weight|bias)' has its first gradient after 9 samples.*'heads\.0\.weight' was cleared"
     with pytest.raises(RuntimeError, match=message):
         take_turns(model, x, w, [(slice(3, 9), (1,))])
+
+
+# ---- gradients whose squares leave the range of float32 -------------------------------------------------------------------
+
+SIZES = [1e-30, 1e-20, 1e-16, 1e-8, 1.0, 1e12, 1e25]
+
+
+def layers() -> nn.Module:
+    """Each way to add up: one row per sample and several, a convolution, a lookup, a general rule, a pull-back, two uses."""
+    parts = {"conv": nn.Conv1d(3, 4, 2), "rows": nn.Linear(4, 4), "norm": nn.LayerNorm(4), "one": nn.Linear(4, 3)}
+    parts |= {"table": nn.Embedding(5, 3), "w": weight(3, 3), "weighed": parametrizations.weight_norm(nn.Linear(3, 3))}
+
+    def forward(s, ids):
+        x = s.table(ids).transpose(1, 2)
+        h = s.one(s.norm(s.rows(s.conv(x).transpose(1, 2)).tanh()).mean(1))
+        return s.weighed((s.weighed(h) @ s.w).tanh())
+
+    return Fn(forward, **parts)
+
+
+def scaled_loss(model, ids, w, size) -> torch.Tensor:
+    return losses(model(ids), w).mean() * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("groups", [None, 3])
+def test_rho_does_not_depend_on_the_size_of_gradients(size, groups):
+    torch.set_default_dtype(torch.float32)
+    model, ids, w = layers(), torch.randint(0, 5, (8, 4)), sample_weights(8).float()
+    plain = copy.deepcopy(model)
+    varreg.observe(model, groups=groups)
+    scaled_loss(model, ids[:5], w[:5], 1.0).backward()
+    scaled_loss(model, ids[5:], w[5:], 1.0).backward()
+    expected = {n: varreg.moments(p).rho for n, p in model.named_parameters()}
+    fresh = copy.deepcopy(plain)
+    varreg.observe(fresh, groups=groups)
+    for part in (slice(0, 5), slice(5, 8)):
+        for m in (fresh, plain):
+            scaled_loss(m, ids[part], w[part], size).backward()
+    for (name, p), q in zip(fresh.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=float(q.grad.abs().max()) * 1e-5)
+        m = varreg.moments(p)
+        assert p.grad.dtype == torch.float32
+        assert m.square.dtype == (torch.float32 if 1e-9 < size < 1e14 else torch.float64)
+        sure = expected[name] < 1e4  # else the mean is rounding
+        torch.testing.assert_close(m.rho[sure].float(), expected[name][sure], rtol=5e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("rule", ["SGD", "Adam", "AdamW", "NAdam", "RMSprop", "Adagrad", "Adadelta"])
+@pytest.mark.parametrize("size", [1e-20, 1e25])
+@pytest.mark.parametrize("options", [{}, {"per": "tensor"}, {"per": "model"}, {"history": "ema"}], ids=str)
+def test_optimizers_take_the_step_that_float64_takes(rule, size, options):
+    """λ of a float32 model is that of its float64 twin, for each setting; native code or not."""
+    for arguments in RULES[rule].settings.values():
+        if size < 1 and arguments.get("centered"):  # E g² − (E g)² of the base itself is rounding in float32
+            continue
+        models = [nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to(t) for t in (torch.float32, torch.float64)]
+        models[1].load_state_dict(models[0].state_dict())
+        arguments = {**arguments, "lr": 0.0, "weight_decay": 0.0}
+        optimizers = [RULES[rule].regularized(m.parameters(), **arguments, **options) for m in models]
+        for m in models:
+            varreg.observe(m)
+        for _ in range(4):
+            x, w = torch.randn(8, 4), sample_weights(8)
+            for m, o in zip(models, optimizers, strict=True):
+                o.zero_grad()
+                (losses(m(x.to(m[0].weight.dtype)), w.to(m[0].weight.dtype)).mean() * size).backward()
+                o.step()
+            for p, q in zip(*(m.parameters() for m in models), strict=True):
+                found, expected = (o.lambda_of(t) for o, t in zip(optimizers, (p, q), strict=True))
+                if size > 1 and RULES[rule].adaptive:  # g² of the base itself is infinite in float32
+                    assert found.isfinite().all()
+                    continue
+                torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=2e-3)
+
+
+def test_sizes_that_change_while_training():
+    """Found a step late, by the optimizer: never garbage in between, and native again when sizes are ordinary."""
+    torch.set_default_dtype(torch.float32)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    varreg.observe(model)
+    optimizer = varreg.VRSGD(model.parameters(), lr=0.0, momentum=0.9)
+    x, w = torch.randn(8, 4), sample_weights(8).float()
+    kinds, plain = [], []
+    for t, size in enumerate([1.0] * 3 + [1e-20] * 300 + [1.0] * 3 + [1e25] * 3 + [1.0] * 600):
+        optimizer.zero_grad()
+        scaled_loss(model, x, w, size).backward()
+        told = pytest.warns(UserWarning, match="squares of its gradients are too large") if t == 306 else nullcontext()
+        with told:
+            optimizer.step()
+        state = optimizer.state[model[0].weight]
+        kinds.append((varreg.moments(model[0].weight).square.dtype, state["vr_variance"].dtype))
+        found = [optimizer.lambda_of(p) for p in model.parameters()]
+        assert all(lam is None or ((lam > 0) & (lam <= 3)).all() for lam in found)
+        plain.append(any(lam is None for lam in found))
+    assert kinds[2] == (torch.float32, torch.float32)
+    assert kinds[5] == kinds[308] == (torch.float64, torch.float64)
+    assert kinds[305] == kinds[-1] == (torch.float32, torch.float32)
+    assert [t for t, is_plain in enumerate(plain) if is_plain] == [306]
+    assert state["vr_variance"].isfinite().all()
+    again = varreg.VRSGD(model.parameters(), lr=0.0, momentum=0.9)
+    again.load_state_dict(optimizer.state_dict())
+    assert again.state[model[0].weight]["vr_variance"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_large_loss_scales_of_mixed_precision(dtype):
+    """As large as gradients allow: ρ is that of no scale at all."""
+    torch.set_default_dtype(torch.float32)
+    model, x, w = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), torch.randn(8, 4), sample_weights(8).float()
+    varreg.observe(model)
+    rho = []
+    for scale in (1.0, 65536.0, 2.0**70):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16 if scale > 1e6 else dtype):
+            out = model(x)
+        (losses(out.float(), w).mean() * scale).backward()
+        if scale > 1e6:  # all sums are examined at first, then one in turn
+            with pytest.warns(UserWarning, match="have left the range of float32"):
+                assert all(varreg.moments(p).square.dtype == torch.float64 for p in model.parameters())
+            model.zero_grad()
+            (losses(model(x), w).mean() * scale).backward()
+        rho.append(torch.cat([varreg.moments(p).rho.flatten().float() for p in model.parameters()]))
+        assert rho[-1].isfinite().all()
+    sure = rho[0] < 10
+    torch.testing.assert_close(rho[1][sure].log1p(), rho[0][sure].log1p(), rtol=0.1, atol=0.1)
+    torch.testing.assert_close(rho[2][sure].log1p(), rho[0][sure].log1p(), rtol=0.1, atol=0.1)

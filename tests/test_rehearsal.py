@@ -33,15 +33,24 @@ def in_place(s, x):
     return F.dropout(x.clone(), 0.5, True, True)
 
 
-class Backwards(nn.Module):
-    """Drops in the part that a checkpoint runs again."""
+class Twice(torch.autograd.Function):
+    """Drops in its backward."""
 
-    def __init__(self):
-        super().__init__()
-        self.m = nn.Linear(4, 4)
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
 
-    def forward(self, x):
-        return checkpoint(lambda t: F.dropout(self.m(t), 0.5), x, use_reentrant=False)
+    @staticmethod
+    def backward(ctx, dy):
+        return 2 * F.dropout(dy, 0.5)
+
+
+# each with a part that a backward pass runs
+BACKWARDS = {
+    "checkpoint": lambda h: checkpoint(lambda t: F.dropout(t.sin(), 0.5).sin(), h, use_reentrant=False),
+    "re-entrant": lambda h: checkpoint(lambda t: F.dropout(t.sin(), 0.5).sin(), h, use_reentrant=True),
+    "own function": Twice.apply,
+}  # fmt: skip
 
 
 # each with what it is without dropout
@@ -136,6 +145,15 @@ def test_layers_of_an_observed_model(name):
     assert run.drawn == ()
 
 
+def test_dropout_on_request():
+    model = nn.Dropout(0.5)
+    with rehearsal(model) as run:
+        with run.with_dropout():
+            assert not torch.equal(model(X), X)
+        assert torch.equal(model(X), X)
+        assert run.is_random
+
+
 def test_the_result_is_a_new_tensor():
     """As it is in training: a model that changes it in place does not change what went in."""
     with rehearsal(nn.Linear(1, 1)):
@@ -146,18 +164,30 @@ def test_the_result_is_a_new_tensor():
             assert torch.equal(x, torch.ones(2, 3))
 
 
-def test_dropout_in_a_checkpoint():
-    model = Backwards()
-    grads = []
+@pytest.mark.parametrize("name", BACKWARDS)
+@pytest.mark.parametrize("how", ["backward", "autograd.backward", "autograd.grad"])
+def test_dropout_in_a_backward_pass(name, how):
+    """`Tensor.backward` is a torch function itself, under which no mode would be seen."""
+    model = Fn(lambda s, x: BACKWARDS[name](s.m(x)), m=nn.Linear(4, 4))
+
+    def gradient():
+        loss = model(X).square().sum()
+        if how == "autograd.grad":
+            return torch.autograd.grad(loss, model.m.weight)[0]
+        loss.backward() if how == "backward" else torch.autograd.backward(loss)
+        return model.m.weight.grad
+
+    if name == "re-entrant" and how == "autograd.grad":
+        pytest.skip("torch has no autograd.grad through a re-entrant checkpoint")
     with rehearsal(model) as run:
-        for _ in range(2):
-            run.reset()
-            model(X).square().sum().backward()
-            grads.append(model.m.weight.grad)
+        found = gradient()
         assert not run.is_random
-    model.m(X).square().sum().backward()
-    assert torch.equal(grads[0], grads[1])
-    assert torch.allclose(grads[0], model.m.weight.grad, rtol=0, atol=1e-13)
+        assert not run.drawn
+    h = model.m(X)
+    out = 2 * h if name == "own function" else h.sin().sin()
+    (expected,) = torch.autograd.grad(out.square().sum(), model.m.weight)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+    assert not _get_current_function_mode_stack()
 
 
 # ---- other random numbers ------------------------------------------------------------------------

@@ -128,6 +128,30 @@ def test_a_model_with_random_numbers_goes_on_to_the_bit(optimizer, tmp_path, mon
     assert_same(tmp_path / "whole", tmp_path / "broken")
 
 
+class Half(torch.nn.Module):
+    """In half precision, where optimizers keep some states in single."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(64, 10).bfloat16()
+
+    def forward(self, x):
+        return self.linear(x.flatten(1).bfloat16()).float()
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "VRSGD", "VRAdam", "VRAdadelta"])
+def test_a_model_in_half_precision_goes_on_to_the_bit(optimizer, tmp_path, monkeypatch):
+    made = dataclasses.replace(task("logistic"), model=Half)
+    monkeypatch.setattr("varreg.lab.tasks.task", lambda spec: made)
+    config = Config("logistic", optimizer, 0.05, **SMALL)
+    run(config, tmp_path / "whole")
+    for steps in (5, 10**9):
+        left = iter(range(steps))
+        with contextlib.suppress(StoppedError):
+            run(config, tmp_path / "broken", stop=lambda left=left, last=steps - 1: next(left) == last)
+    assert_same(tmp_path / "whole", tmp_path / "broken")
+
+
 def test_two_processes_do_not_work_on_one_run(tmp_path, monkeypatch):
     config = Config("logistic", "SGD", 0.1, **SMALL)
     monkeypatch.setattr("varreg.lab.store.PATIENCE", 0.1)

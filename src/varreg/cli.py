@@ -109,6 +109,7 @@ def compare(
     out: Out = None,
 ) -> None:
     """Compare optimizers fairly: an equal budget, tuned on a validation split, judged on fresh paired seeds; the test split is read once."""
+    look_here(task)
     from varreg.lab.compare import Comparison
 
     given = tuple(optimizers or ("SGD", "VRSGD"))
@@ -203,6 +204,7 @@ def bench(
     json: Annotated[Path | None, typer.Option(help="Also write all of it to this file.")] = None,
 ) -> None:
     """What variance regularization costs here: a whole training step over that of torch's optimizer; on our models, or on yours."""
+    look_here(model, batch, loss)
     from varreg.lab import bench as measuring
     from varreg.lab import store
     from varreg.lab.workloads import Own
@@ -299,19 +301,29 @@ def list_() -> None:
         print(f"  {name:12}{tuned:20}{(entry.cls.__doc__ or '').strip().partition(chr(10))[0]}")
 
 
+def look_here(*named: str | None) -> None:
+    """Let Python find a user's own module in the folder where the command is given, if he names one.
+
+    Only then: a command that is given within someone else's results must not find modules there.
+    """
+    if any(name and ":" in name for name in named) and "" not in sys.path:
+        sys.path.insert(0, "")
+
+
 def command_of(arguments: list[str]) -> list[str]:
     """As a person would type it."""
     return ["varreg", *arguments[1:]]
 
 
 def main() -> None:
-    sys.path.insert(0, "")  # a user's own task lies in the folder where the command is given
     try:
         app()
     except (ValueError, RuntimeError) as error:
         if not str(error).startswith("varreg: "):
             raise
-        raise SystemExit(str(error)) from None
+        from varreg.lab.store import printable
+
+        raise SystemExit(printable(str(error))) from None
 
 
 if __name__ == "__main__":

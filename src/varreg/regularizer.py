@@ -238,17 +238,25 @@ def ratio(
 ) -> tuple[Tensor, Tensor]:
     """ρ of an increment over m samples, and ρ̄ of its history, into which it is entered. Both may be overwritten by the next call.
 
-    Where `present` is 0, there is no ρ: no sample had a gradient, and what moves is weight decay, or memory.
+    Where `present` is 0, there is no ρ: no sample had a gradient, and what moves is weight decay, or memory. Nor is there one where it is so
+    small that its precision is lost.
     """
     rho = variance
     if options["scale_free"]:
         rho = scale_free(variance, delta, limit(m, options), scratch("rho", delta.shape, delta))
     if present is not None:
-        one_or_nan = torch.div(present, present, out=scratch("present", delta.shape, delta))
-        rho = torch.mul(rho, one_or_nan, out=one_or_nan)
+        rho = rho * one_or_nan(present)
+    if rho.dtype != history.dtype:
+        rho = rho.to(history.dtype)
     kind, beta = options["history"], options["history_beta"]
     record(history, count, rho, kind, beta)
-    return rho, average(history, count, kind, beta, scratch("average", delta.shape, delta))
+    return rho, average(history, count, kind, beta, scratch("average", rho.shape, rho))
+
+
+def one_or_nan(present: Tensor) -> Tensor:
+    """1 where sums of squares W are known; nan where no sample had a gradient, or W is too small for its precision."""
+    found = torch.nn.functional.threshold(present, torch.finfo(present.dtype).tiny, torch.nan)
+    return found.div_(found)
 
 
 def lambdas(

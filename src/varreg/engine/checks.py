@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,12 @@ from torch import Tensor, nn
 from varreg.engine.ledger import LEDGERS, Ledger
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
+
+
+EXPORT = (
+    "varreg: torch.export runs a model that is observed: it would record the engine in place of the model. "
+    "Call remove() on the observer first, or use copy.deepcopy(model), which is not observed."
+)
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -104,12 +110,22 @@ def derived_output_message(shape: tuple[int, ...], names: str) -> str:
     )
 
 
+def refuse_inputs(inputs: Sequence[Tensor], path: Callable[[], str]) -> None:
+    """Refuse inputs of kinds that have no rows to follow."""
+    for t in inputs:
+        if t.is_nested or t.layout is not torch.strided:
+            kind = "a nested tensor" if t.is_nested else f"a tensor of layout {t.layout}"
+            raise ValueError(
+                f"varreg: an input of {path()} is {kind}, in which samples cannot be followed. Pass padded, dense tensors."
+            )
+
+
 def refuse_transforms(model: nn.Module) -> None:
     """Refuse to run where something else than training runs the model: it would see our nodes."""
     what = None
     if torch.compiler.is_exporting():
         what = "torch.export"
-    elif torch.jit.is_tracing():
+    elif torch._C._get_tracing_state() is not None:
         what = "torch.jit.trace"
     elif torch.autograd.forward_ad._current_level >= 0:
         what = "forward-mode differentiation (torch.autograd.forward_ad, torch.func.jvp)"
@@ -134,6 +150,11 @@ def rounding_of(grad: Tensor, ledger: Ledger) -> float:
     return eps * (math.sqrt(ledger.count * float(ledger.square.sum())) + 2 * ledger.added)
 
 
+def _slack(grad: Tensor, ledger: Ledger) -> float:
+    """Return the part of a gradient that may come from elsewhere unnoticed."""
+    return min(0.01, math.sqrt(max(torch.finfo(grad.dtype).eps, ledger.precision)))
+
+
 def check_whole(p: Tensor, ledger: Ledger) -> None:
     """Is what was measured all that went into `p.grad`? A use outside of the model's forward is not seen.
 
@@ -150,7 +171,7 @@ def check_whole(p: Tensor, ledger: Ledger) -> None:
     if torch.equal(total, grad):  # which is one look at each, where what follows takes many
         return
     gap, size = (total - grad).norm(), max(grad.norm(), total.norm())
-    if torch.isfinite(gap) and gap > 0.01 * size + 2 * rounding_of(p.grad, ledger):
+    if torch.isfinite(gap) and gap > _slack(p.grad, ledger) * size + 2 * rounding_of(p.grad, ledger):
         raise RuntimeError(
             f"varreg: '{ledger.name}' received a gradient from outside of the observed model's forward (its norm is "
             f"{float(grad.norm()):.4g}; what was measured has {float(total.norm()):.4g}). Move that use of the parameter into a "

@@ -49,6 +49,11 @@ def stat_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def length(c: Tensor) -> float:
+    """Σ_u |c_u| of `[u, …]`."""
+    return float((c.flatten(1).norm(dim=1) if c.dim() > 1 else c.abs()).sum())
+
+
 class Contribution:
     """Per-sample contributions to one tensor's gradient, of the given shape. Subclasses say how to get them.
 
@@ -104,9 +109,18 @@ class Contribution:
                     square.addcmul_(one, one, value=1 / n)
         return total, square
 
+    def precise_sums(self) -> tuple[Tensor | None, Tensor | None]:
+        """(S, W) in float64, for contributions whose squares leave the range of float32."""
+        total = square = None
+        for n, c in self.chunks():
+            c = c.double()
+            s, w = c.sum(0), c.square_().sum(0).div_(n)
+            total, square = (s, w) if total is None or square is None else (total.add_(s), square.add_(w))
+        return total, square
+
     def size(self) -> float:
         """How much was added up, before it cancelled: Σ_u |C_u| at least. Rounding errors are relative to that."""
-        return sum(float(c.flatten(1).norm(dim=1).sum()) for _, c in self.chunks())
+        return sum(length(c) for _, c in self.chunks())
 
     def total(self) -> Tensor | None:
         """S alone."""
@@ -179,9 +193,15 @@ class Outer(Contribution):
         delta, a = self.delta[:, 0].to(dtype), self.a[:, 0].to(dtype)
         return (delta.t() @ a).view(self.shape), (delta.square().t() @ a.square()).view(self.shape)
 
+    def precise_sums(self) -> tuple[Tensor | None, Tensor | None]:
+        dtype = stat_dtype(self.delta.dtype)
+        if self.delta.dtype == dtype:
+            return super().precise_sums()
+        return Outer(self.partition, self.delta.to(dtype), self.a.to(dtype), self.shape).precise_sums()
+
     def size(self) -> float:
         """Σ_b |δ_b||a_b|, which is Σ_br |δ_br||a_br| at least: rows of one sample may cancel."""
-        return float((self.delta.flatten(1).norm(dim=1) * self.a.flatten(1).norm(dim=1)).sum())
+        return float((self.delta.flatten(1).norm(dim=1) * self.a.flatten(1).norm(dim=1)).sum())  # [b, r, features] each
 
     def total(self) -> Tensor | None:
         delta, a = (t.reshape(-1, t.shape[2]) for t in (self.delta, self.a))
@@ -205,6 +225,9 @@ class Bias(Contribution):
     def sums(self) -> tuple[Tensor | None, Tensor | None]:
         both = self._of.bias
         return self._make().sums() if both is None else (both[0], both[1])
+
+    def precise_sums(self) -> tuple[Tensor | None, Tensor | None]:
+        return self._make().precise_sums()
 
     def total(self) -> Tensor | None:
         return self._make().total() if self._of.bias is None else self._of.bias[0]

@@ -103,7 +103,8 @@ class Lost(NamedTuple):
 
 class Summed(NamedTuple):
     """A sum over samples of what each one gives, such as a mean loss: its gradient still tells
-    samples apart, as long as nothing but linear operations follow."""
+    samples apart, as long as nothing but linear operations follow.
+    """
 
     batch: int
 
@@ -149,7 +150,8 @@ def _padded(t: Tensor, at: Ragged) -> Tensor:
     out = torch.zeros((at.batch * most, *t.shape[1:]), dtype=t.dtype, device=t.device)
     where = (sorted_owner * most + position).to(t.device)
     out.index_copy_(0, where, t.index_select(0, order.to(t.device)))
-    return out.unflatten(0, (at.batch, most))
+    padded: Tensor = out.unflatten(0, (at.batch, most))
+    return padded
 
 
 def rows(t: Tensor, at: Place, features: int = 1) -> Tensor:
@@ -198,7 +200,8 @@ NOBODY = -1
 
 def numbers(t: Tensor, at: Place | None) -> Tensor:
     """Return a tensor of `t`'s shape that holds, at each place, the number of the sample that
-    owns it. It takes no memory: all strides but one are 0. Constants belong to nobody."""
+    owns it. It takes no memory: all strides but one are 0. Constants belong to nobody.
+    """
     if at is None or isinstance(at, Single):
         value = NOBODY if at is None else at.sample
         return torch.full((), value, dtype=torch.int32, device=t.device).expand(t.shape)
@@ -209,22 +212,22 @@ def numbers(t: Tensor, at: Place | None) -> Tensor:
 def place_of(moved: Tensor, batch: int) -> Place | None:
     """Return the place that sample numbers show; None where they follow no single dimension."""
     if not moved.numel():
-        return None
-    found = [(d, owner) for d in range(moved.dim()) if (owner := _owners_along(moved, d)) is not None]
+        dim = list(moved.shape).index(0)
+        return Ragged(batch, dim, Owners(torch.empty(0)))
     if not moved.dim():
-        number = int(moved)
-        return Single(batch, number) if number != NOBODY else None
-    known = [(d, owner) for d, owner in found if bool((owner != NOBODY).any())]
+        return Single(batch, int(moved)) if int(moved) != NOBODY else None
+    found = [(d, o) for d in range(moved.dim()) if (o := _owners_along(moved, d)) is not None]
+    known = [(d, o) for d, o in found if bool((o != NOBODY).any())]
     if not known:
         return None
-    first = known[0][1]
-    distinct = first[first != NOBODY].unique()
-    if len(distinct) == 1 and all(torch.equal(o[o != NOBODY].unique(), distinct) for _, o in known):
-        return Single(batch, int(distinct)) if batch > 1 else Layout(1, 0, 1, moved.shape[0])
-    if len(known) > 1:
-        return None
-    dim, owner = known[0]
-    return _regular(owner, batch, dim) or Ragged(batch, dim, Owners(owner))
+    if batch == 1:
+        return Layout(1, 0, 1, moved.shape[0])
+    if len(known) == moved.dim() and all(bool((o == o[0]).all()) for _, o in known):
+        return Single(batch, int(known[0][1][0]))  # wherever one looks, it is the same sample
+    regular = [at for d, o in known if (at := _regular(o, batch, d)) is not None]
+    if len(regular) == 1:
+        return regular[0]
+    return Ragged(batch, known[0][0], Owners(known[0][1])) if len(known) == 1 else None
 
 
 def _owners_along(moved: Tensor, dim: int) -> Tensor | None:

@@ -7,6 +7,7 @@ windows, sums and counts add up (micro-batches), until the gradient is cleared, 
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,8 @@ from varreg.engine.contribution import Contribution, Partition, combine
 from varreg.engine.shards import is_sharded, like, local
 
 _BEGINNING = 1 << 8  # elements
+_SMALL, _LARGE = 2.0**-80, 2.0**100  # the largest W: beyond these, sums are in float64
+_INSIDE = 2.0**-66, 2.0**86  # and between these again in float32
 
 
 @dataclass(frozen=True, repr=False)
@@ -82,8 +85,11 @@ class Moments:
 
     @property
     def rho(self) -> Tensor:
-        """ρ = v²/ḡ², the scale-free variance (S2.3). 0/0 is nan and v²/0 is inf: the regularizer knows what to do with both."""
-        return self.variance / self.mean.square()
+        """ρ = v²/ḡ², the scale-free variance (S2.3). 0/0 is nan and v²/0 is inf: the regularizer knows what to do with both.
+
+        Where squares are too small for their precision, it is not known: nan.
+        """
+        return (self.variance / self.mean.square()).masked_fill_(self.square < torch.finfo(self.square.dtype).tiny, torch.nan)
 
     def __repr__(self) -> str:
         kind = "exact" if self.groups == self.count else f"{self.groups} groups"
@@ -114,13 +120,16 @@ class Ledger:
 
     def __init__(self, name: str, reduction: str):
         self.name, self.reduction = name, reduction
+        self.told = False  # was it said that the engine cannot see where it is used?
         self.served: dict[str, None] = {}  # names of the rules that served it, in order of appearance
         self.uses: set[int] = set()  # of the graphs that are alive, and may still arrive, by id
         self.expected = 0  # uses that a re-entrant checkpoint will bring: their graphs do not exist yet
+        self.precise = False  # are sums in float64, since squares would leave the range of float32?
         self.examined = True  # is it looked at closely in the next window: at first, and then in turn?
         self.shared = False  # more than one use was seen in one window: always wait for all of them
         self.pending: list[Contribution] = []
         self.arrived = 0  # uses in this window
+        self.arriving: set[int] = set()  # the forwards of these uses; those of a checkpoint have no number
         self.in_window = False
         self.looked = False  # was clearing looked for in the backward that runs?
         self.was_cleared = False  # since the last window closed
@@ -133,6 +142,8 @@ class Ledger:
         self.count = self.groups = 0
         self.total: Tensor | None = None
         self.square: Tensor | None = None
+        self.forwards: set[int] = set()  # whose samples are counted
+        self.used: set[int] = set()  # those of them that have contributed
         self.lent = False  # was W handed out since it was last added to?
         self.added = 0.0  # a size of what was added up, before it cancelled; known where sums are examined
         self.precision = 0.0  # the rounding error of p.grad where it is autograd's own, beside what is measured; else 0
@@ -241,7 +252,7 @@ class Ledger:
         return total if total is None or total.dtype == dtype else total.to(dtype)
 
     def _enter(self, contribution: Contribution) -> Tensor | None:
-        total, square = contribution.sums()
+        total, square = self._sums(contribution)
         if total is not None and square is not None:
             if not (self.sharded and self.merged):  # else it will be what p.grad is
                 self.total = total if self.total is None else self.total + total
@@ -250,9 +261,46 @@ class Ledger:
             else:  # somebody may keep what was handed out
                 self.square = self.square + square if self.lent else self.square.add_(square)
             self.lent = False
-        self.count += contribution.partition.batch
-        self.groups += contribution.partition.groups
+        if not self._is_counted(self.arriving):
+            self.count += contribution.partition.batch
+            self.groups += contribution.partition.groups
         return total
+
+    def _is_counted(self, forwards: set[int]) -> bool:
+        """Are the samples of these forwards counted? Two losses of one forward are of the same ones."""
+        return bool(forwards) and forwards <= self.forwards
+
+    def expect_use(self, forward: int) -> None:
+        """A use of this forward arrives; 0 is one of a checkpoint, which runs again for another one."""
+        if not forward:
+            return
+        if forward in self.used:
+            raise RuntimeError(
+                f"varreg: backward() ran a second time through the same forward pass, and gradients of '{self.name}' were not "
+                "cleared in between: what one sample contributes to both cannot be told. Add the losses and call backward() once."
+            )
+        self.arriving.add(forward)
+
+    def _sums(self, contribution: Contribution) -> tuple[Tensor | None, Tensor | None]:
+        """S and W; in float64 if the squares of all that float32 can hold as a gradient cannot be held.
+
+        ρ does not depend on the size of gradients, so it must not fail for 1e-20 or 1e25.
+        """
+        total, square = contribution.precise_sums() if self.precise else contribution.sums()
+        if total is None or square is None:
+            return None, None
+        if self.precise and _INSIDE[0] < _largest(square) < _INSIDE[1]:
+            self.precise = False
+            return total.float(), square.float()
+        if not self.precise and self.examined and leaves_range(total, square):
+            self.precise = True
+            return contribution.precise_sums()
+        return total, square
+
+    def watch(self, m: Moments, W: float) -> None:
+        """For those who know ΣW: if squares leave the range, the next sums are in float64."""
+        if not _SMALL <= W <= _LARGE:
+            self.precise = self.precise or leaves_range(m.total, m.square)
 
     def settle(self, p: Tensor) -> None:
         """All uses have arrived: square what had to wait."""
@@ -267,6 +315,9 @@ class Ledger:
         self.settle(p)
         self.expected = max(0, self.expected - self.arrived)
         self.arrived = 0
+        self.forwards |= self.arriving
+        self.used |= self.arriving
+        self.arriving = set()
         self.in_window = False
         self.note(p)
 
@@ -279,15 +330,17 @@ class Ledger:
         """Is `p.grad` still the tensor that was measured? Its values may have changed, by clipping or unscaling."""
         return p.grad is not None and (self.merged is not None or (self._grad is not None and self._grad() is p.grad))
 
-    def pass_by(self, p: Tensor, partition: Partition) -> None:
+    def pass_by(self, p: Tensor, partition: Partition, forwards: set[int]) -> None:
         """A window closed in which the parameter had no use: its samples count, and contribute nothing.
 
         That holds before its first use, too: it may come in a later micro-batch.
         """
         there = p.grad is not None
-        if (self.count or (self.merged is not None and there)) if self.sharded else (p.requires_grad or there):
+        counts = (self.count or (self.merged is not None and there)) if self.sharded else (p.requires_grad or there)
+        if counts and not self._is_counted(forwards):
             self.count += partition.batch
             self.groups += partition.groups
+            self.forwards |= forwards
         self.note(p)
 
     def own(self, p: Tensor, partition: Partition | None) -> tuple[int, int, Tensor | None, bool]:
@@ -324,6 +377,12 @@ class Ledger:
         self.merged, self.total = Merged(count, groups, square), total
         self.count, self.groups, self.square = 0, 0, None
 
+    def is_unmeasured(self, p: Tensor) -> bool:
+        """Has the parameter a gradient of which nothing was measured?"""
+        if p.grad is None or self.total is not None or self.merged is not None or not p.requires_grad:
+            return False
+        return not self.awaits_gradient and not is_zero(local(p.grad))
+
     def read(self, p: Tensor, stepping: bool = False) -> Moments | None:
         """The moments; where `p` is sharded, of this rank's part.
 
@@ -342,6 +401,37 @@ class Ledger:
             return None
         self.lent = True
         return Moments(count, groups, self.total, square, self.reduction)
+
+
+def leaves_range(total: Tensor, square: Tensor) -> bool:
+    """Are squares in float32 too small, or too large, though the gradient is not?"""
+    if square.dtype != torch.float32 or is_sharded(square) or not square.numel():
+        return False
+    largest = _largest(square)
+    if largest < _SMALL:
+        return not is_zero(total)
+    return not largest <= _LARGE and bool(total.isfinite().all())
+
+
+def _as_known(m: Moments) -> Moments:
+    """Moments whose squares left the range of float32, in float64: nan where they are not known any more."""
+    known = (m.square >= torch.finfo(m.square.dtype).tiny) & m.square.isfinite() | (m.total == 0) & (m.square == 0)
+    return replace(m, total=m.total.double(), square=m.square.double().masked_fill_(~known, torch.nan))
+
+
+def _largest(square: Tensor) -> float:
+    return float(square.max()) if square.numel() else 0.0
+
+
+def unmeasured_message(names: list[str]) -> str:
+    """Return what to say of parameters that have a gradient and no moments."""
+    which = ", ".join(f"'{n}'" for n in names)
+    return (
+        f"varreg: {which}: there is a gradient and there are no moments. It came from where the engine cannot look: the "
+        "loss, a scripted function, a torch.autograd.Function, torch.func, a method other than forward(), "
+        "or a function under re-entrant checkpointing. Use the parameter in a forward() of the model, or "
+        "register a rule for its module with varreg.register_rule."
+    )
 
 
 def is_zero(t: Tensor) -> bool:
@@ -406,6 +496,18 @@ def moments(p: Tensor) -> Moments | None:
         raise ValueError(f"varreg: moments expects a parameter (a tensor), got {type(p).__name__}.")
     ledger = LEDGERS.get(p)
     found = None if ledger is None else ledger.read(p)
+    if found is None and ledger is not None and not ledger.told and ledger.is_unmeasured(p):
+        ledger.told = True
+        warnings.warn(unmeasured_message([ledger.name]), UserWarning, stacklevel=2)
+    if found is not None and ledger is not None and leaves_range(found.total, found.square):
+        if not ledger.precise:
+            ledger.precise = True
+            warnings.warn(
+                f"varreg: the squares of the gradients of '{ledger.name}' have left the range of float32, though the gradients have "
+                "not. From the next backward() on they are summed up in float64; until then, they are nan where they are not known.",
+                stacklevel=2,
+            )
+        found = _as_known(found)
     if found is not None and is_sharded(p):
         return replace(found, total=like(found.total, p), square=like(found.square, p))
     return found

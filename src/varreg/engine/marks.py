@@ -76,7 +76,7 @@ def mark_of(t: Tensor) -> Where | Derived | None:
     if payload is None:
         return None
     kind = len(payload)
-    if kind == _LAYOUT or kind == _UNSEEN:
+    if kind in (_LAYOUT, _UNSEEN):
         return _layout(*payload[:_LAYOUT])
     if kind == _LOST:
         return Lost(*payload)

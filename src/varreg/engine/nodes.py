@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from varreg.engine.arguments import results, swap
-from varreg.engine.contribution import Contribution, Dense, Grouped, Partition, Scattered
+from varreg.engine.contribution import Contribution, Dense, Grouped, Partition, Scattered, length
 from varreg.engine.layout import Place, Single, narrow, owners_of, per_sample, samples
+from varreg.engine.propagation import is_in_place
 
 if TYPE_CHECKING:
     from varreg.engine.ledger import Ledger
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 class Target:
     """Takes contributions to a tensor, and enters them into the ledgers of the parameters that it is made of."""
 
-    __slots__ = ("_epochs", "direct", "dtype", "edge", "leaves", "observer", "rounding", "rows", "value")
+    __slots__ = (
+        *("direct", "dtype", "edge", "ends", "forward", "leaves", "observer"),
+        *("rounding", "rows", "value"),
+    )
 
     def __init__(self, observer: Observer, t: Tensor, leaves: list[tuple[Tensor, Ledger]], rows: Tensor | None = None):
         self.observer, self.leaves = observer, leaves
@@ -35,7 +39,9 @@ class Target:
         self.value = t.detach() if examined else None
         # Of a pull-back, which runs in the precision of the graph that made the tensor.
         self.rounding = 0.0 if self.direct else max(_eps(t.dtype), _autocast_rounding(t))
-        self._epochs: Sequence[object] = ()
+        self.forward = observer.forward
+        gradient_edge = torch.autograd.graph.get_gradient_edge
+        self.ends = [] if self.direct else [gradient_edge(p).node for p, _ in leaves]
         for _, ledger in leaves:
             ledger.uses.add(id(self))
 
@@ -51,7 +57,7 @@ class Target:
 
         `rounding` is the error of what arrived, and `own` says that the gradient is not that sum, but autograd's own.
         """
-        if not self.leaves or not self.observer.records(node):
+        if not self.leaves or not self._records(node):
             total = contribution.total()
             return None if total is None else total.to(self.dtype)
         try:
@@ -67,15 +73,13 @@ class Target:
             raise
 
     def _open(self, partition: Partition) -> None:
-        self.observer.open(self.leaves, partition)
-        epochs = [ledger.epoch for _, ledger in self.leaves]
-        if self._epochs and any(old is new for old, new in zip(self._epochs, epochs, strict=True)):
-            raise RuntimeError(
-                f"varreg: backward() ran a second time through the same forward pass, and gradients of '{self.leaves[0][1].name}' "
-                "were not cleared in between: what one sample contributes to both cannot be told. Add the losses and call "
-                "backward() once."
-            )
-        self._epochs = epochs
+        self.observer.open(self.leaves, partition, self.forward)
+
+    def _records(self, node: Any) -> bool:
+        """Is the backward that runs one that accumulates gradients? `torch.autograd.grad` is not."""
+        if self.direct:
+            return self.observer.records(node)
+        return any(self.observer.records(end) for end in self.ends)
 
     def _pull_back(self, contribution: Contribution) -> Tensor | None:
         """Through the graph that made the tensor of parameters, one group at a time."""
@@ -91,7 +95,7 @@ class Target:
             c = chunk.to(self.dtype)
             total = c.sum(0) if total is None else total.add_(c.sum(0))
             if self.value is not None:
-                size += float(c.reshape(len(c), -1).norm(dim=1).sum())
+                size += length(c)
             rows.append(_vjp(edge, parameters, c.clone()))
         for i, (p, ledger) in enumerate(self.leaves if rows else ()):
             values = torch.cat([row[i] for row in rows])
@@ -120,12 +124,21 @@ def _vjp(edge: Any, parameters: list[Tensor], grads: Tensor) -> list[Tensor]:
     return [p.new_zeros(len(grads), *p.shape) if g is None else g for g, p in zip(found, parameters, strict=True)]
 
 
-def _refuse_second_order() -> None:
+def _refuse_second_order(ctx: Any) -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "varreg: a backward pass with create_graph=True runs through an observed model, and second derivatives would miss the observed "
-            "parameters. Compute it on an unobserved model: `observer.remove()` first, or a copy.deepcopy of the model."
+            f"varreg: {_names_of(ctx)}: a backward pass with create_graph=True runs through an observed model, and "
+            "second derivatives would miss the observed parameters. Compute it on an unobserved model: "
+            "`observer.remove()` first, or a copy.deepcopy of the model."
         )
+
+
+def _names_of(ctx: Any) -> str:
+    """Return the names of the parameters that a node is for."""
+    targets = getattr(ctx.use[0], "targets", []) if hasattr(ctx, "use") else []
+    targets = targets or ([ctx.target] if hasattr(ctx, "target") else getattr(getattr(ctx, "call", None), "targets", []))
+    names = [ledger.name for target in targets for _, ledger in target.leaves]
+    return ", ".join(f"'{n}'" for n in dict.fromkeys(names)) or "an observed parameter"
 
 
 def _refuse_compiled() -> None:
@@ -143,7 +156,7 @@ def _measuring(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
         _refuse_compiled()
-        _refuse_second_order()
+        _refuse_second_order(ctx)
         if not torch._C._is_any_autocast_enabled():
             return backward(ctx, *grads)
         device = next((g.device.type for g in grads if g is not None), "cpu")
@@ -183,7 +196,8 @@ class _Node(torch.autograd.Function):
 
 class Use(_Node):
     """Passes a function's outputs on, and takes over the gradients of the parameters that were
-    detached in it."""
+    detached in it.
+    """
 
     @staticmethod
     def forward(
@@ -209,10 +223,7 @@ class Use(_Node):
         # one edge for each tensor among the inputs; other inputs have none
         edges = ctx.next_functions[n_outputs : n_outputs + n_params]
         how = _rounding(grads, rounding), not takes_over
-        totals = [
-            None if c is None else target.take(c, edge[0], *how)
-            for (target, c), edge in zip(found, edges, strict=True)
-        ]
+        totals = [None if c is None else target.take(c, edge[0], *how) for (target, c), edge in zip(found, edges, strict=True)]
         if not takes_over:
             totals = [None] * n_params
         return (None, None, None, None, *grads, *totals, *(None,) * n_saved)
@@ -261,7 +272,8 @@ class Spread(_Node):
 
 class _Rows(Contribution):
     """Contributions to a tensor of which each sample uses its own rows alone: elsewhere, its
-    gradient is zero."""
+    gradient is zero.
+    """
 
     chunk = 1  # one group at a time: each is as large as the whole tensor
 
@@ -292,6 +304,7 @@ class Repetition:
         where: str,
     ):
         self.func, self.targets, self.where = func, targets, where
+        self.writes = is_in_place(func)
         self.inputs = [at for _, at in batched]
         slots = {id(t): _Slot(i) for i, t in enumerate([*(t for t, _ in batched), *tracked])}
         self.args, self.kwargs = swap(args, kwargs, slots)
@@ -327,13 +340,13 @@ class Repetition:
             for u in range(last - first):
                 a, b = start + u * n, start + (u + 1) * n
                 part = [narrow(t.detach(), at, a, b) for t, at in zip(inputs, self.inputs, strict=True)]
+                if self.writes:
+                    part = [None if t is None else t.clone() for t in part]
                 for i, c in enumerate(self._one([*part, *tracked], tracked, a, b)):
                     rows[i].append(c)
         return [torch.stack(r) for r in rows]
 
-    def _one(
-        self, tensors: Sequence[Tensor | None], tracked: list[Tensor], a: int, b: int
-    ) -> Sequence[Tensor]:
+    def _one(self, tensors: Sequence[Tensor | None], tracked: list[Tensor], a: int, b: int) -> Sequence[Tensor]:
         if any(t is None for t in tensors):  # these samples have no rows here
             return [torch.zeros_like(t) for t in tracked]
         device, dtype, enabled = self.autocast
@@ -342,9 +355,7 @@ class Repetition:
             outs = results(self.func(*(_filled(x, tensors) for x in self.args), **kwargs))
             pairs = [(outs[i], narrow(g, self.places[i], a, b)) for i, g in self.grads.items()]
             wanted = [(o, g) for o, g in pairs if g is not None]
-            grads = torch.autograd.grad(
-                [o for o, _ in wanted], tracked, [g for _, g in wanted], allow_unused=True
-            )
+            grads = torch.autograd.grad([o for o, _ in wanted], tracked, [g for _, g in wanted], allow_unused=True)
         return [torch.zeros_like(t) if g is None else g for t, g in zip(tracked, grads, strict=True)]
 
 
@@ -362,7 +373,8 @@ def _filled(value: Any, tensors: Sequence[Tensor | None]) -> Any:
 
 class Repeat(_Node):
     """Stands between a parameter and a function that has no rule; repeats the function group by
-    group when its gradient is known."""
+    group when its gradient is known.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: Repetition, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from varreg.engine.arguments import tensors_of
 from varreg.engine.checks import (
     BATCH_NORM,
+    EXPORT,
     batch_norm_message,
     check_model,
     check_options,
@@ -24,12 +27,13 @@ from varreg.engine.checks import (
     derived_output_message,
     place,
     refuse_gradient,
+    refuse_inputs,
     refuse_transforms,
 )
 from varreg.engine.contribution import Partition
 from varreg.engine.eager import eager
-from varreg.engine.layout import Layout, Place, Ragged, Summed, Where
-from varreg.engine.ledger import LEDGERS, Ledger, moments
+from varreg.engine.layout import Layout, Lost, Place, Ragged, Single, Summed, Where
+from varreg.engine.ledger import LEDGERS, Ledger, moments, unmeasured_message
 from varreg.engine.marks import DERIVED, forget, mark, mark_of, new_epoch
 from varreg.engine.modules import MODULE_RULES, detach_own, restore_own, use_rule
 from varreg.engine.packed import packed_inputs
@@ -85,6 +89,9 @@ class Observer:
         self._window: dict[int, tuple[Tensor, Ledger]] = {}  # parameters that the running backward has reached
         self._partition: Partition | None = None  # of the running backward's batch
         self._windows = 0
+        self.forward = 0  # the number of the forward that runs, or ran last; 0 in a checkpoint's
+        self._forwards: set[int] = set()  # of which uses arrived in the running backward
+        self._forward_numbers = itertools.count(1)
         self._looked = False  # were gradients that were cleared looked for, for the running backward?
         self._queued = False  # will the running backward close the window when it ends?
         self._recalled: dict[nn.Module, list[list[Any]]] = {}  # the marks of inputs that a checkpoint will want again
@@ -95,6 +102,7 @@ class Observer:
         self._whole: dict[
             int, tuple[Tensor, Tensor]
         ] = {}  # gathered parameters by id, each with the sharded one that it stands for
+        self._warned: set[str] = set()
         self._learn()
         self._handles = [h for m in model.modules() if any(True for _ in m.parameters()) for h in self._hook(m)]
         try:
@@ -223,9 +231,12 @@ class Observer:
         return modules
 
     @contextlib.contextmanager
-    def resume(self, modules: list[nn.Module], batch: int, frame: Any) -> Iterator[None]:
-        """Trace a part of an earlier forward that is run again, in the call `frame`."""
+    def resume(
+        self, modules: list[nn.Module], batch: int, forward: int, frame: Any
+    ) -> Iterator[None]:
+        """Trace a part of the forward of this number that is run again, in the call `frame`."""
         run, depth = self._run, _len_torch_function_stack()
+        before, self.forward = self.forward, forward
         kept, state = dict(vars(run)), self.tracer.state
         if torch._C._current_graph_task_id() != -1:
             self._queue()
@@ -238,7 +249,7 @@ class Observer:
                 restore_own(*run.detached)
             while _len_torch_function_stack() > depth:
                 _pop_mode()
-            self.tracer.state = state
+            self.tracer.state, self.forward = state, before
             vars(run).update(kept)
 
     # ---- for the nodes -------------------------------------------------------------------------------------------------
@@ -250,7 +261,7 @@ class Observer:
         except RuntimeError:
             return False
 
-    def open(self, leaves: list[tuple[Tensor, Ledger]], partition: Partition) -> None:
+    def open(self, leaves: list[tuple[Tensor, Ledger]], partition: Partition, forward: int) -> None:
         """Contributions to these parameters arrive: the window is open until the backward pass ends."""
         self._queue()
         self.look()
@@ -262,11 +273,13 @@ class Observer:
                 f"use for {self._partition.batch}: samples cannot be matched. Call backward() once for each batch; and if a layer's "
                 "input folds other dimensions into the batch, let the fold happen inside of the model's own forward()."
             )
+        self._forwards.add(forward)
         for t, ledger in leaves:
             p = self._shard_of(t)
             if id(p) not in self._window:
                 ledger.open(p)
                 self._window[id(p)] = (p, ledger)
+            ledger.expect_use(forward)
 
     def ledger_of(self, p: Tensor) -> Ledger | None:
         """The ledger of a parameter, where it is this observer's."""
@@ -325,6 +338,7 @@ class Observer:
         window, partition = self._window, self._partition
         passed, self._passed = self._passed, set()
         self._window, self._partition, self._queued, self._recalled = {}, None, False, {}
+        forwards, self._forwards = self._forwards - {0}, set()
         self._windows += 1
         self._looked = False
         for _, ledger in self._known.values():
@@ -335,7 +349,9 @@ class Observer:
         if partition is not None:
             for key, (p, ledger) in self._known.items():
                 if key not in window and key not in passed:
-                    ledger.pass_by(p, partition)
+                    ledger.pass_by(p, partition, forwards)
+        if len(window) < len(self._known):
+            self._warn_unmeasured([x for key, x in self._known.items() if key not in window])
         if self._is_distributed() and torch._C._current_graph_task_id() != -1:
             torch.autograd.Variable._execution_engine.queue_callback(self._note)
         if check and window:  # every parameter at first, then one at a time, in turn
@@ -433,6 +449,7 @@ class Observer:
             self._queue()
         elif self._queued or self._window:  # an earlier backward failed and never closed its window
             self.abort()
+        self.forward = 0 if again else next(self._forward_numbers)
         if not again:
             for p, ledger in self._known.values():
                 ledger.release(p)
@@ -440,6 +457,7 @@ class Observer:
         if not is_tracing():
             new_epoch()
         inputs = tensors_of((args, kwargs))
+        refuse_inputs(inputs, self.path)
         recalled = self._recalled.get(module) if again else None
         marks: list[Any] = recalled.pop() if recalled else []
         if again and marks and len(marks) == len(inputs):
@@ -458,47 +476,117 @@ class Observer:
             if where is not None:
                 mark(t, where)
         self._run.inputs = inputs
+        if not again and module is not self.model:
+            self._tell_outside(module, batch)
         if not again and batch:
             self._expected = self.partition(batch)
         self.tracer.begin(batch)
+
+    def _tell_outside(self, module: nn.Module, batch: int) -> None:
+        """A part of the model runs alone: what its caller did to the batch was not seen."""
+        if "outside" not in self._warned:
+            where = place(self._names.get(module, ""), module)
+            self.warn_once(
+                "outside",
+                f"varreg: {where} was called outside of the model's forward(), by another method or by yourself. "
+                f"The size of dimension {self.batch_dim} of its first input, {batch}, was taken for the number of samples; "
+                "what was done to the batch before was not seen. Is that so? Then ignore this. Else call "
+                "the model itself, and let forward() do it.",
+            )
 
     def _end(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         inputs, self._run.inputs = self._run.inputs, None
         self.tracer.end()
         outputs = tensors_of(output)
         if not is_tracing():  # another observed model, around this one, may take it from here
+            alone = {at.sample for t in outputs if isinstance(at := mark_of(t), Single)}
             for t in outputs:
-                self._check_output(t)
+                self._check_output(t, len(alone) == self.tracer.batch)
             if output is not None:
                 self._try_escapes(module, args, kwargs, inputs or [], outputs)
             forget((inputs, output))
 
-    def _check_output(self, t: Tensor) -> None:
-        """What the loss gets must tell samples apart; where it does not, no gradient may arrive."""
-        if not t.requires_grad or t.is_leaf or self.batch_norm == "contribution":
-            if mark_of(t) is not DERIVED:
-                return
-        where, why = mark_of(t), None
-        if where is DERIVED and t.requires_grad and not t.is_leaf:
+    def _check_output(self, t: Tensor, has_all: bool) -> None:
+        """What the loss gets must tell samples apart; where it does not, no gradient may arrive.
+
+        `has_all` says that each sample has an output of its own, as in a list of their losses.
+        """
+        if not t.requires_grad or t.is_leaf or not torch.is_grad_enabled():
+            return
+        where = mark_of(t) or self.tracer.place(t)
+        why = None
+        if where is DERIVED:
             why = derived_output_message(tuple(t.shape), self.tracer.names([t]))
-        elif isinstance(where, Summed) and t.numel() > 1:
-            why = (
-                f"varreg: in {self.path()}, an output of shape {tuple(t.shape)} is a sum over the batch: what a loss makes "
-                "of it may mix samples. Return it with the batch, or finish the loss inside of forward()."
-            )
-        elif isinstance(where, Ragged) and not where.is_in_order:
-            why = (
-                f"varreg: in {self.path()}, an output of shape {tuple(t.shape)} has its samples in another order than "
-                "the inputs: a loss would pair them with others' targets. Put them back in order."
-            )
-        elif isinstance(where, Layout) and where.dim != self.batch_dim and not self._run.is_certain:
-            why = (
-                f"varreg: inputs of {self.path()} differ in the size of dimension {self.batch_dim}. The first one's, {where.batch}, "
-                f"was taken for the batch, but an output of shape {tuple(t.shape)} has it in dimension {where.dim}. "
-                "Pass the input that carries the batch first."
-            )
+        elif self.batch_norm != "contribution" and not isinstance(where, Lost):
+            why = self._fault_of(t, where, has_all)
         if why is not None:
-            t.register_hook(refuse_gradient(why))
+            about = f"varreg: an output of {self.path()}, of shape {tuple(t.shape)}, "
+            t.register_hook(refuse_gradient(why if why.startswith("varreg: ") else about + why))
+
+    def _fault_of(self, t: Tensor, where: Any, has_all: bool) -> str | None:
+        """Return why a loss could not tell samples apart in an output; None where it can."""
+        batch, dim = self.tracer.batch, self.batch_dim
+        size = t.shape[dim] if t.dim() > dim else None
+        if isinstance(where, Summed):
+            if t.numel() <= 1:
+                return None
+            return (
+                "is a sum over the batch: what a loss makes of it may mix samples. Return it with the batch, "
+                "or finish the loss inside of forward()."
+            )
+        if batch == 1:
+            if self._run.is_certain or size in (1, None):
+                return None
+            return (
+                f"has size {size} in dimension {dim}, but the first input has 1 there, which was taken for the "
+                "batch, and others differ. Pass the input that carries the batch first."
+            )
+        if isinstance(where, Single) and not has_all:
+            return (
+                f"belongs to sample {where.sample} alone, and not every sample has an output: a loss would take it for "
+                "that of the whole batch."
+            )
+        if size == batch and where != Layout(batch, dim) and not isinstance(where, Single):
+            return (
+                f"has as many rows in dimension {dim} as there are samples, but they are not the samples in their "
+                "order: a loss would pair them with others' targets. Return samples in the order in "
+                f"which they came, in dimension {dim}."
+            )
+        if isinstance(where, Ragged) and not where.is_in_order:
+            return (
+                "has its samples in another order than the inputs: a loss would pair them with others' "
+                "targets. Put them back in order."
+            )
+        if isinstance(where, Layout) and where.dim != dim and not self._run.is_certain:
+            return (
+                f"has the batch of {batch} in dimension {where.dim}; inputs differ in the size of dimension {dim}, and the "
+                "first one's was taken for the batch. Pass the input that carries the batch first."
+            )
+        return None
+
+    def warn_once(self, about: str, message: str) -> None:
+        """Warn of something, once for each subject."""
+        if about not in self._warned:
+            self._warned.add(about)
+            warnings.warn(message, UserWarning, stacklevel=2)
+
+    def warn_weighted(self, function: str) -> None:
+        self.warn_once(
+            "weighted",
+            f"varreg: in {self.path()}, {function} weights samples by what the labels of all of them say (ignored "
+            "tokens, class weights). What is measured is each sample's share of the gradient, which is not "
+            "the gradient of its own loss alone. To make them the same, sum the loss and divide by a "
+            "constant; varreg.verify shows the difference.",
+        )
+
+    def _warn_unmeasured(self, unreached: list[tuple[Tensor, Ledger]]) -> None:
+        """Name the parameters that got a gradient from where the engine cannot look."""
+        new = [ledger for p, ledger in unreached if not ledger.told and ledger.is_unmeasured(p)]
+        if new:
+            for ledger in new:
+                ledger.told = True
+            names = [ledger.name for ledger in new]
+            warnings.warn(unmeasured_message(names), UserWarning, stacklevel=2)
 
     def _try_escapes(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]
@@ -510,9 +598,7 @@ class Observer:
             return
         given = [(t, at) for t in inputs if isinstance(at := mark_of(t), Place)]
         wanted: list[tuple[int, Where]] = [
-            (i, where)
-            for i, t in enumerate(outputs)
-            if t.requires_grad and isinstance(where := mark_of(t), Place | Summed)
+            (i, where) for i, t in enumerate(outputs) if t.requires_grad and isinstance(where := mark_of(t), Place | Summed)
         ]
         said, why = Verdict.UNDECIDED, "no input or output of it carries the batch"
         if given and wanted:
@@ -576,10 +662,18 @@ class _Enter:
     def __init__(self, observer: Observer | None = None):
         self.observer = observer
 
-    @eager
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_exporting():  # seen here by a compiler that may look no further
+            raise ValueError(EXPORT)
+        self._enter(module, args, kwargs)
+
+    @eager
+    def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if self.observer is not None:
             self.observer.enter(module, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(_no_attribute(self, name))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
@@ -595,8 +689,21 @@ class _Leave:
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any = None) -> Any:
         return None if self.observer is None else self.observer.leave(module, args, kwargs, output)
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(_no_attribute(self, name))
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
+
+
+def _no_attribute(hook: Any, name: str) -> str:
+    """Return what to say of an attribute that our hooks do not have. TorchScript asks for a name."""
+    if name == "__name__" and hook.__dict__.get("observer") is not None:
+        return (
+            f"varreg: {place('', hook.observer.model)} is observed, and torch.jit.script cannot compile an observed model. "
+            "Call remove() on the observer first, or use copy.deepcopy(model), which is not observed."
+        )
+    return f"{type(hook).__name__!r} object has no attribute {name!r}"
 
 
 def _is_ours(hook: Any) -> bool:

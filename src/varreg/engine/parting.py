@@ -44,8 +44,12 @@ class Parting:
     """The first operation in whose result the row of a sample depends on other samples."""
     source: Operation | None
     """The first one before it that made one value of all samples, such as their mean."""
+    instead: str = ""
+    """Not empty: the function that one sample calls there. From there on, they do other things."""
 
     def __str__(self) -> str:
+        if self.instead:
+            return f"{self.at}, where one sample goes on with `{self.instead}`"
         shapes = f"shape {self.at.whole}; {self.at.single} for one sample"
         after = "" if self.source is None else f", after {self.source}, which depends on all samples"
         return f"{self.at} ({shapes}){after}"
@@ -147,8 +151,9 @@ class _Paths:
 def find_parting(model: nn.Module, run: Callable[[int | None], object], n: int, rtol: float) -> Parting | None:
     """Run the whole batch, `run(None)`, and each sample, `run(i)`; return where they part first.
 
-    Only calls that both make are compared, up to the first that is of another function: a loop over
-    samples makes more of them for the whole batch. None where no result of theirs differs.
+    Calls are compared up to the first that is of another function. If nothing differs up to there,
+    that is where they part, though it need not mean much: a loop over samples makes more calls for
+    the whole batch. None where both make the same calls, with the same results.
     """
     paths = _Paths(model)
     calls: list[_Call] = []
@@ -156,7 +161,7 @@ def find_parting(model: nn.Module, run: Callable[[int | None], object], n: int, 
     def record(call: _Call) -> None:
         calls.append(call._replace(results=[t.detach().clone() for t in call.results]))
 
-    firsts: list[tuple[int, Operation, Operation | None]] = []
+    partings: list[tuple[bool, int, Parting]] = []
     with paths.followed():
         with _Recorder(paths, record):
             run(None)
@@ -164,12 +169,9 @@ def find_parting(model: nn.Module, run: Callable[[int | None], object], n: int, 
             seen = _Comparison(calls, i, n, rtol)
             with _Recorder(paths, seen.hear):
                 run(i)
-            if seen.at is not None:
-                firsts.append((*seen.at, seen.source))
-    if not firsts:
-        return None
-    _, at, source = min(firsts, key=lambda first: first[0])
-    return Parting(at, source)
+            if seen.found is not None:
+                partings.append((bool(seen.found.instead), seen.at, seen.found))
+    return min(partings, key=lambda found: found[:2])[2] if partings else None
 
 
 class _Comparison:
@@ -177,17 +179,17 @@ class _Comparison:
 
     def __init__(self, calls: Sequence[_Call], i: int, n: int, rtol: float):
         self.calls, self.i, self.n, self.rtol = calls, i, n, rtol
-        self.next = 0
-        self.at: tuple[int, Operation] | None = None
+        self.at = 0
+        self.found: Parting | None = None
         self.source: Operation | None = None
 
     def hear(self, call: _Call) -> None:
-        index, self.next = self.next, self.next + 1
-        if self.at is not None or index >= len(self.calls):
+        if self.found is not None or self.at >= len(self.calls):
             return
-        whole = self.calls[index]
+        whole = self.calls[self.at]
         if whole.function != call.function or len(whole.results) != len(call.results):
-            self.next = len(self.calls)  # from here on, they do other things
+            there = Operation(whole.function, whole.module, (), ())
+            self.found = Parting(there, None, call.function)
             return
         for a, b in zip(whole.results, call.results, strict=True):
             part = compare(a, b, self.i, self.n)
@@ -195,6 +197,7 @@ class _Comparison:
                 continue
             there = Operation(call.function, whole.module, tuple(a.shape), tuple(b.shape))
             if part.has_rows:
-                self.at = index, there
+                self.found = Parting(there, self.source)
                 return
             self.source = self.source or there
+        self.at += 1

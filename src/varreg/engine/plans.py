@@ -116,4 +116,3 @@ def _fits(out: Any, place: Place | None) -> bool:
     return (
         out.shape == place[0] if isinstance(out, Tensor) and place is not None else not isinstance(out, Tensor) and place is None
     )
-

@@ -26,6 +26,7 @@ from varreg.engine.layout import (
     Layout,
     Lost,
     Place,
+    Ragged,
     Single,
     numbers,
     only_sample,
@@ -134,9 +135,8 @@ _UNARY = frozenset(
         *(getattr(Tensor, name).__get__ for name in ("real", "imag", "data")),
     ]
 )
-SHAPE_ONLY = frozenset(
-    getattr(Tensor, n) for n in ("view_as", "reshape_as", "expand_as", "type_as", "to")
-)
+SUMS = frozenset([*named("add", "sub"), Tensor.__add__, Tensor.__radd__, Tensor.__sub__, Tensor.__iadd__])
+SHAPE_ONLY = frozenset(getattr(Tensor, n) for n in ("view_as", "reshape_as", "expand_as", "type_as", "to"))
 """Functions to which other tensors than the first lend their shape or type alone."""
 
 
@@ -157,6 +157,8 @@ def agreed(op: Operation, places: Iterator[Place | None]) -> Place | Lost | Gone
     found = list(dict.fromkeys(places))
     if None in found:
         return Gone(is_linear=False)
+    if op.function in SUMS and all(isinstance(at, Single) for at in found) and len(found) > 1:
+        return Gone(is_linear=True)  # the losses of several samples are added up
     if len(found) == 1:
         return found[0]  # type: ignore[return-value]
     return Lost(f"{name_of(op.function)} combines rows of different samples", mixed=True)
@@ -170,7 +172,7 @@ _VIEWS = """reshape view flatten unflatten ravel reshape_as view_as squeeze unsq
 swapaxes swapdims movedim moveaxis t adjoint select narrow unbind split chunk tensor_split
 split_with_sizes hsplit vsplit dsplit expand expand_as broadcast_to repeat tile repeat_interleave
 flip fliplr flipud roll rot90 diagonal unfold index_select gather take_along_dim masked_select
-narrow_copy unsafe_chunk unsafe_split view_as_real view_as_complex take"""
+narrow_copy unsafe_chunk unsafe_split take"""
 MOVERS: dict[Any, tuple[int, ...]] = {
     **dict.fromkeys(named(*_VIEWS.split(), *_LISTS.split()), (0,)),
     **dict.fromkeys([getattr(Tensor, n).__get__ for n in ("T", "mT", "H", "mH")], (0,)),
@@ -182,19 +184,41 @@ MOVERS: dict[Any, tuple[int, ...]] = {
     **dict.fromkeys(named("index_put", "masked_scatter"), (0, 2)),
     **dict.fromkeys(named("select_scatter", "slice_scatter", "diagonal_scatter"), (0, 1)),
     **dict.fromkeys((PACK, PAD, PAD_LIST), (0,)),
+    Tensor.data.__set__: (0, 1),  # type: ignore[attr-defined]
 }
 """Functions that move data and change none of it, and the positions of the arguments that hold
 data; what else they take says where it goes."""
 
-WRITERS = frozenset(f for f in MOVERS if is_in_place(f) or f is Tensor.__setitem__)
-_NAMES = {0: ("input", "self", "tensors", "x", "a"), 1: ("src", "other"), 2: ("values", "value", "source"), 3: ("source", "src")}
-_ADDS = frozenset(named("index_put"))
+MOVERS.pop(F.unfold, None)  # im2col: another function of that name
+RESHAPERS = frozenset(f for f in MOVERS if is_in_place(f) and MOVERS[f] == (0,))
+"""Functions that change the shape of their argument in place."""
+ADDERS: dict[Any, tuple[int, Any, Any]] = {
+    **dict.fromkeys(named("index_add"), (3, torch.index_copy, torch.index_select)),
+    **dict.fromkeys(named("scatter_add"), (3, torch.scatter, torch.gather)),
+}
+"""Functions that add rows to rows that an index names: the position of these rows among the
+arguments, and the functions that write there, and read from there."""
+WRITERS = frozenset(
+    [
+        *(f for f in MOVERS if is_in_place(f) and f not in RESHAPERS),
+        Tensor.__setitem__,
+        Tensor.data.__set__,  # type: ignore[attr-defined]
+        *ADDERS,
+    ]
+)
+_NAMES = {
+    0: ("input", "self", "tensors", "x", "a"),
+    1: ("src", "other"),
+    2: ("values", "value", "source"),
+    3: ("source", "src"),
+}
 
 
 def moved_data(op: Operation) -> list[Any]:
     """Return the arguments of a mover that hold data."""
     found = []
-    for place in MOVERS[op.function]:
+    places = (0, ADDERS[op.function][0]) if op.function in ADDERS else MOVERS[op.function]
+    for place in places:
         if place < len(op.args):
             found.append(op.args[place])
         else:
@@ -225,22 +249,26 @@ def _move(op: Operation, batched: Batched, out: Tensor) -> Found:
         found = _reshaped(at, data[0], out)
     if found is None:
         found = _follow_numbers(op, data, carriers, out)
-    if any(id(t) in carriers for t in index_of(op, batched)):
-        # the samples choose what is moved: only a trial tells whether each one chooses its own
-        if isinstance(found, Gone):
-            return guess(op, batched, out)
-        return Guess((found,)) if isinstance(found, Place) else found
-    return found
+    chosen_by = [t for t in index_of(op, batched) if id(t) in carriers]
+    if not chosen_by or not isinstance(found, Place | Gone):
+        return found
+    # The samples choose what is moved. A mask beside the data lets each sample choose its own rows;
+    # of other indices, only a trial tells.
+    if isinstance(found, Place) and all(t.dtype is torch.bool for t in chosen_by):
+        same = {carriers.get(id(data[0])), *(carriers[id(t)] for t in chosen_by)}
+        return found if len(same) == 1 else mixing(op)
+    return guess(op, batched, out) if isinstance(found, Gone) else Guess((found,))
 
 
-def _follow_numbers(
-    op: Operation, data: list[Tensor], carriers: dict[int, Place], out: Tensor
-) -> Found:
+def _follow_numbers(op: Operation, data: list[Tensor], carriers: dict[int, Place], out: Tensor) -> Found:
     batch = next(iter(carriers.values())).batch
     shown = {id(t): numbers(t, carriers.get(id(t))) for t in data}
-    with torch.no_grad():
-        args, kwargs = swap(op.args, op.kwargs, shown)
-        moved = op.function(*args, **kwargs)
+    try:
+        with torch.no_grad():
+            args, kwargs = swap(op.args, op.kwargs, shown)
+            moved = op.function(*args, **kwargs)
+    except (RuntimeError, TypeError, NotImplementedError):  # it does not take whole numbers
+        return guess(op, [(t, at) for t in data if (at := carriers.get(id(t)))], out)
     if not isinstance(moved, Tensor):
         moved = list(moved)[op.output]
     if moved.shape != out.shape:
@@ -248,14 +276,12 @@ def _follow_numbers(
     found = place_of(moved, batch)
     if found is not None:
         return found
-    if not moved.numel() or bool((moved < 0).all()):
+    if bool((moved < 0).all()):
         return Gone(is_linear=True)
     return Lost(f"{name_of(op.function)} puts rows of several samples side by side", mixed=True)
 
 
-RESHAPES = frozenset(
-    named("reshape", "view", "flatten", "unflatten", "ravel", "reshape_as", "view_as", "squeeze", "unsqueeze")
-)
+RESHAPES = frozenset(named("reshape", "view", "flatten", "unflatten", "ravel", "reshape_as", "view_as", "squeeze", "unsqueeze"))
 
 
 def _reshaped(at: Layout, x: Tensor, out: Tensor) -> Place | None:
@@ -271,23 +297,56 @@ def _reshaped(at: Layout, x: Tensor, out: Tensor) -> Place | None:
     return None
 
 
-def written(op: Operation, target: Place | None, value: Place | None, t: Tensor, batch: int) -> Found:
-    """Return where the batch is in a tensor after something was written into it."""
+def written(op: Operation, places: dict[int, Place], t: Tensor, batch: int) -> Found:
+    """Return where the batch is in `t` after an operation wrote into it, or into a copy of it."""
     data = [a for a in moved_data(op) if isinstance(a, Tensor)]
-    shown: dict[int, Tensor] = {id(a): numbers(a, value).contiguous() for a in data[1:]}
-    shown[id(t)] = after = numbers(t, target).contiguous()
+    shown = {id(a): numbers(a, places.get(id(a))).contiguous() for a in data}
     args, kwargs = swap(op.args, op.kwargs, shown)
-    if not isinstance(args[-1], Tensor) and op.function is Tensor.__setitem__:
-        args[-1] = -1  # a number is nobody's
+    before = shown[id(t)].clone()
     with torch.no_grad():
-        done = op.function(*args, **kwargs)
-    after = done if isinstance(done, Tensor) else after
-    found = place_of(after, batch)
+        if adds(op):
+            after, fits = _added(op, args, before)
+        else:
+            if op.function is Tensor.__setitem__ and not isinstance(args[2], Tensor):
+                args[2] = NOBODY
+            done = op.function(*args, **kwargs)
+            after, fits = done if isinstance(done, Tensor) else shown[id(t)], True
+    found = place_of(after, batch) if fits else None
     if found is not None:
         return found
-    if bool((after < 0).all()):
+    if fits and bool((after < 0).all()):
         return Gone(is_linear=True)
-    return Lost(f"{name_of(op.function)} writes rows of several samples side by side", mixed=True)
+    return Lost(f"{name_of(op.function)} puts rows of several samples together", mixed=True)
+
+
+def adds(op: Operation) -> bool:
+    """Does it add to what is there?"""
+    if op.function in ADDERS:
+        return True
+    is_put = op.function in _PUTS
+    return is_put and bool(op.args[3] if len(op.args) > 3 else op.kwargs.get("accumulate"))
+
+
+_PUTS = frozenset(named("index_put"))
+
+
+def _added(op: Operation, args: list[Any], before: Tensor) -> tuple[Tensor, bool]:
+    """Return owners after rows were added to others; does each row meet rows of its own sample?"""
+    if op.function in _PUTS:
+        index, values = tuple(args[1]), args[2]
+        after = before.index_put(index, values.expand_as(before[index]))
+        read = after[index]
+        values = values.expand_as(read)
+    else:
+        at, write, read_back = ADDERS[op.function]
+        dim, index, values = args[1], args[2], args[at]
+        if op.function in frozenset(named("scatter_add")):
+            values = values[tuple(slice(n) for n in index.shape)]
+        after = write(before, dim, index, values)
+        read = read_back(after, dim, index)
+    alone = (before == NOBODY) | (after == NOBODY) | (before == after)
+    fits = bool(((read == values) | (values == NOBODY)).all()) and bool(alone.all())
+    return torch.where(after == NOBODY, before, after), fits
 
 
 # ---- reductions ----------------------------------------------------------------------------------
@@ -311,6 +370,24 @@ def _reduce(op: Operation, batched: Batched, out: Tensor) -> Found:
     shown = op.function(*args, **options)
     shape = list((shown if isinstance(shown, Tensor) else shown[op.output]).shape)
     return at._replace(dim=shape.index(2)) if 2 in shape else Gone(op.function in _LINEAR)
+
+
+_ALONG = frozenset(named("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"))
+
+
+@_for(*_ALONG)
+def _along(op: Operation, batched: Batched, out: Tensor) -> Found:
+    """These work along one dimension, named `dim` or `axis`."""
+    x, at = batched[0]
+    dim = _argument(op, 1, "dim", op.kwargs.get("axis"))
+    if not isinstance(dim, int) or isinstance(at, Single) or len(batched) > 1:
+        return guess(op, batched, out)
+    return mixing(op) if dim % x.dim() == at.dim else at
+
+
+@_for(F.one_hot)
+def _one_hot(op: Operation, batched: Batched, out: Tensor) -> Found:
+    return batched[0][1]  # its classes are a new last dimension
 
 
 def _small_type(x: Tensor) -> torch.dtype:
@@ -338,10 +415,14 @@ def _matmul(op: Operation, batched: Batched, out: Tensor) -> Found:
             continue
         first = operands[0] is x
         other = operands[1] if first else operands[0]
-        if at.dim == (x.dim() - 1 if first else max(x.dim() - 2, 0)):
-            return mixing(op)
-        # a vector on the right drops the last dimension
-        from_right = x.dim() - at.dim - (1 if first and other.dim() == 1 else 0)
+        contracted = x.dim() - 1 if first else max(x.dim() - 2, 0)
+        if at.dim == contracted:
+            if other.dim() == 1 and len(batched) == 1:
+                return Gone(is_linear=True)  # Σ_b w_b x_b, with constants w_b
+            return mixing(op) if out.dim() else guess(op, batched, out)
+        # a vector drops the dimension that it is multiplied along, and what follows moves
+        drops = other.dim() == 1 and at.dim < contracted
+        from_right = x.dim() - at.dim - (1 if drops else 0)
         dim = out.dim() - from_right
         fits = 0 <= dim < out.dim() and out.shape[dim] == at.size
         places.append(at._replace(dim=dim) if fits else None)
@@ -361,7 +442,7 @@ def _einsum(op: Operation, batched: Batched, out: Tensor) -> Found:
     equation, operands = equation_of(op.args), operands_of(op.args)
     carriers = {id(x): at for x, at in batched}
     letters: set[str] = set()
-    shares: set[Any] = set()
+    shares: set[Place] = set()
     for term, operand in zip(equation.inputs, operands, strict=True):
         at = carriers.get(id(operand))
         if at is None:
@@ -421,6 +502,35 @@ _CONVOLUTIONS = [f"conv{t}{n}d" for t in ("", "_transpose") for n in (1, 2, 3)]
 def _conv(op: Operation, batched: Batched, out: Tensor) -> Found:
     x, weight = _argument(op, 0, "input"), _argument(op, 1, "weight")
     return _kept(op, batched, out, x.dim() - (1 if x.dim() == weight.dim() else 0))
+
+
+_POOLS = {
+    f: n
+    for n in (1, 2, 3)
+    for f in named(
+        *(f"{adaptive}{kind}_pool{n}d" for adaptive in ("", "adaptive_") for kind in ("max", "avg")),
+        *(f"max_pool{n}d_with_indices", f"lp_pool{n}d"),
+    )
+}
+
+
+@_for(*_POOLS)
+def _pool(op: Operation, batched: Batched, out: Tensor) -> Found:
+    """Images `[batch, channels, …]`; one without a batch has a dimension less."""
+    x = _argument(op, 0, "input")
+    return _kept(op, batched, out, x.dim() - (1 if x.dim() == _POOLS[op.function] + 2 else 0))
+
+
+@_for(F.interpolate, *named("pixel_shuffle", "pixel_unshuffle"))
+def _images(op: Operation, batched: Batched, out: Tensor) -> Found:
+    return _kept(op, batched, out, min(_argument(op, 0, "input").dim(), out.dim()) - 1)
+
+
+@_for(F.pad)
+def _pad(op: Operation, batched: Batched, out: Tensor) -> Found:
+    """Pairs of numbers, from the last dimension on."""
+    padded = _argument(op, 1, "pad")
+    return _kept(op, batched, out, len(padded) // 2) if isinstance(padded, (list, tuple)) else guess(op, batched, out)
 
 
 @_for(F.group_norm, torch.group_norm)
@@ -500,13 +610,26 @@ def _lookup(op: Operation, batched: Batched, out: Tensor) -> Found:
 
 @_for(F.embedding_bag)
 def _bags(op: Operation, batched: Batched, out: Tensor) -> Found:
-    """Without offsets, a row is a bag; with them, the inputs do not tell: a bag is a sample."""
-    at = batched[0][1]
-    if op.args[0].dim() == 2 and not isinstance(at, Single) and at.dim == 0:
+    """Without offsets, a row is a bag. With them, a bag belongs to the sample of all its rows; where
+    the model's input is one long list, the inputs do not tell: a bag is a sample.
+    """
+    ids, at = op.args[0], batched[0][1]
+    if isinstance(at, Single) or (ids.dim() == 2 and at.dim == 0 and batched[0][0] is ids):
         return at
-    if isinstance(at, Single):
-        return at
-    return Layout(out.shape[0])
+    offsets = _argument(op, 2, "offsets")
+    carriers = {id(x): place for x, place in batched}
+    place = carriers.get(id(ids))
+    if not isinstance(offsets, Tensor) or not isinstance(place, Layout | Ragged):
+        return guess(op, batched, out)
+    if place == Layout(len(ids)) and len(ids) != len(out):
+        return Layout(len(out))
+    ends = torch.cat([offsets[1:].cpu(), torch.tensor([len(ids)])])
+    bag = torch.arange(len(offsets)).repeat_interleave(ends - offsets.cpu())[: len(ids)]
+    owners = numbers(ids, place).cpu()
+    first = torch.full((len(out),), NOBODY, dtype=owners.dtype).index_copy(0, bag, owners)
+    if not torch.equal(first[bag], owners):
+        return mixing(op)
+    return place_of(first, place.batch) or mixing(op)
 
 
 # ---- everything else -----------------------------------------------------------------------------

@@ -78,6 +78,15 @@ class Rehearsal:
         """The names of the random torch functions that were called; Python and NumPy have none."""
         return tuple(self.mode.drawn)
 
+    @contextlib.contextmanager
+    def with_dropout(self) -> Iterator[None]:
+        """Let dropout be, in this block."""
+        self.mode.drops = True
+        try:
+            yield
+        finally:
+            self.mode.drops = False
+
     def reset(self, numbers: bool = True) -> None:
         """Put everything back but hooks, gradients at None: the next run starts as the first did.
 
@@ -171,6 +180,17 @@ _RANDOM = frozenset(
 )  # fmt: skip
 
 
+_BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+
+@functools.cache
+def _unchecked(function: Any) -> Callable[..., Any]:
+    """Return a function of torch's that does not hand itself to a mode again."""
+    from varreg.engine.tracer import without_override_check
+
+    return without_override_check(function)
+
+
 class _WithoutDropout(TorchFunctionMode):
     """Replaces dropout wherever it is called, and notes the names of other random functions."""
 
@@ -178,12 +198,16 @@ class _WithoutDropout(TorchFunctionMode):
         super().__init__()
         self.numbers, self.replacements = numbers, _replacements()
         self.drawn: dict[str, None] = {}
+        self.drops = False
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         replacement = self.replacements.get(func)
-        if replacement is not None:
+        if replacement is not None and not self.drops:
             return replacement(func, args, kwargs)
+        if func in _BACKWARD:  # which may run forwards again: in checkpoints, in repeated calls
+            with self:
+                return _unchecked(func)(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in _RANDOM:
             for value in (*args, *kwargs.values()):
@@ -365,11 +389,11 @@ _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def _is_equal(a: Tensor, b: Tensor) -> bool:
     """Are they equal bit for bit, a nan and a negative zero too? If that cannot be seen, no."""
-    if a.is_complex():
-        a, b = torch.view_as_real(a), torch.view_as_real(b)
-    if a.is_floating_point() and a.layout is torch.strided:
-        a, b = a.view(_INTEGER[a.element_size()]), b.view(_INTEGER[b.element_size()])
     try:
+        if a.is_complex():
+            a, b = torch.view_as_real(a), torch.view_as_real(b)
+        if a.is_floating_point() and a.layout is torch.strided:
+            a, b = a.view(_INTEGER[a.element_size()]), b.view(_INTEGER[b.element_size()])
         return torch.equal(a, b)
     except (RuntimeError, TypeError):
         return False

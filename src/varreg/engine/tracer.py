@@ -32,6 +32,7 @@ from varreg.engine.arguments import flatten, refill, results, swap, tensors_in, 
 from varreg.engine.checks import refuse_gradient
 from varreg.engine.contribution import Contribution
 from varreg.engine.eager import eager
+from varreg.engine.einsum import equation_of, operands_of
 from varreg.engine.layout import (
     Layout,
     Lost,
@@ -51,7 +52,9 @@ from varreg.engine.plans import Place as PlanPlace
 from varreg.engine.propagation import (
     ELEMENTWISE,
     MOVERS,
+    RESHAPERS,
     SHAPE_ONLY,
+    SUMS,
     WRITERS,
     Gone,
     Guess,
@@ -61,11 +64,12 @@ from varreg.engine.propagation import (
     is_in_place,
     moved_data,
     name_of,
+    named,
     propagate,
     written,
 )
 from varreg.engine.rules import PACKED, RULES, STACKED, STACKED_PACKED, Call, Rule
-from varreg.engine.trial import Verdict, try_affine, try_operation, try_sum, undisturbed
+from varreg.engine.trial import Verdict, is_weighted, keeps_apart, try_affine, try_operation, try_sum, undisturbed
 from varreg.engine.unseen import candidates_for, graph_of, place_unseen
 
 if TYPE_CHECKING:
@@ -76,25 +80,25 @@ _JOIN = frozenset((torch.cat, torch.concat, torch.concatenate, torch.stack))
 _NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
 _LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")
 # functions whose result depends on their arguments by shape and type alone
-_CONSTANT = frozenset(
-    [*(getattr(Tensor, name) for name in _NEW), *(getattr(torch, name) for name in _LIKE)]
-)
+_CONSTANT = frozenset([*(getattr(Tensor, name) for name in _NEW), *(getattr(torch, name) for name in _LIKE)])
 _SELECTS = (torch.index_select, Tensor.index_select)
 _RECURRENT = (nn.RNN, nn.GRU, nn.LSTM)
 _CELLS = (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
-_PRODUCTS = frozenset(
-    (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm)
-)
+_PRODUCTS = frozenset((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm))
 # functions through which values of the batch leave torch, and may come back as constants
 _ESCAPES = frozenset(
     getattr(Tensor, name)
     for name in (
         *("item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__"),
         *("__complex__", "__contains__", "__dlpack__", "is_nonzero", "data_ptr", "equal", "allclose"),
+        "__format__",
     )
     if hasattr(Tensor, name)
 ) | {torch.equal, torch.allclose, torch.is_nonzero, torch.zeros, torch.ones, torch.empty}  # as sizes
+# functions whose result has a size that values say, and which Python can then read
+_SIZED = frozenset(named("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount"))
 
+_DETACH = frozenset((Tensor.detach, torch.detach, Tensor.data.__get__))  # type: ignore[attr-defined]
 _MOST_PLANS = 1 << 12  # forms of calls that are remembered: some models see new shapes all the time
 
 
@@ -127,7 +131,8 @@ class Seen(NamedTuple):
 
 class Tracer(TorchFunctionMode):
     """Follows the batch through one forward pass, and puts a node into the graph wherever a
-    parameter meets it."""
+    parameter meets it.
+    """
 
     def __init__(self, observer: Observer):
         super().__init__()
@@ -139,6 +144,7 @@ class Tracer(TorchFunctionMode):
         self._split: Any = None  # groups, rank and world that they were made for
         # made without a batch in this forward: result, its node, rows
         self.lookups: dict[int, tuple[Tensor, Any, Tensor]] = {}
+        self.aliases: dict[int, list[Tensor]] = {}  # tensors that a detached one shares memory with
         self.escapes: dict[tuple[str, str], None] = {}  # where values of the batch left, in this forward
         self.settled: set[tuple[str, str]] = set()  # where a trial said that it does not matter
 
@@ -148,7 +154,7 @@ class Tracer(TorchFunctionMode):
 
     def begin(self, batch: int) -> None:
         """A forward begins, with so many samples."""
-        self.batch, self.lookups, self.escapes = batch, {}, {}
+        self.batch, self.lookups, self.escapes, self.aliases = batch, {}, {}, {}
         split = self.observer.groups, self.observer.rank, self.observer.world
         if split != self._split:  # how batches are split is a part of plans
             self._plans.clear()
@@ -156,28 +162,26 @@ class Tracer(TorchFunctionMode):
         self.__enter__()
 
     def end(self) -> None:
-        self.lookups = {}
+        self.lookups, self.aliases = {}, {}
         self.__exit__(None, None, None)
 
     @property
     def state(self) -> tuple[Any, ...]:
         """What is kept for the forward under way."""
-        return self.batch, self.lookups, self.escapes
+        return self.batch, self.lookups, self.escapes, self.aliases
 
     @state.setter
     def state(self, state: tuple[Any, ...]) -> None:
-        self.batch, self.lookups, self.escapes = state
+        self.batch, self.lookups, self.escapes, self.aliases = state
 
     def resume(self, batch: int) -> None:
         """A checkpoint runs a part of a forward again, with so many samples."""
-        self.state = batch, {}, {}
+        self.state = batch, {}, {}, {}
         if not any(mode is self for mode in _get_current_function_mode_stack()):
             self.__enter__()
 
     @eager
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         form = None
         if torch.is_grad_enabled():
@@ -192,7 +196,8 @@ class Tracer(TorchFunctionMode):
 
     def _passed(self, plan: Plan, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run a call without parameters that is like an earlier one; should its results be of other
-        shapes, they are looked at."""
+        shapes, they are looked at.
+        """
         out = func(*args, **kwargs)
         if plan.fits(out):
             plan.mark(results(out))
@@ -201,34 +206,46 @@ class Tracer(TorchFunctionMode):
             self._mark(out, lambda t, i: self.where(func, args, kwargs, seen.batched, t, i))
         return out
 
-    def _look(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], form: Form | None = None
-    ) -> Any:
+    def _look(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], form: Form | None = None) -> Any:
         """Run a call of which nothing is known yet. With a form, what is found is kept for the
-        next one, if it holds for all like it."""
+        next one, if it holds for all like it.
+        """
         if func in _CONSTANT:
             return func(*args, **kwargs)
         seen = self._sorted(func, args, kwargs)
+        if func in _DETACH:
+            shared = self.aliases.setdefault(args[0].untyped_storage().data_ptr(), [])
+            shared.append(args[0])
         if not (seen.tracked or seen.knows_samples):
             return func(*args, **kwargs)
         if seen.tracked and checkpoints.are_possible():
             checkpoints.note(self.observer)
+        if func is Tensor.register_hook and seen.batched:
+            return self._register_hook(*args, **kwargs)
         if func in _ESCAPES:
             if seen.knows_samples and not self._is_size(seen):
                 self._escape(func)
             return func(*args, **kwargs)
         if func is F.batch_norm and (seen.batched or seen.lost):
             self.observer.check_batch_norm(args, kwargs)
+        if seen.tracked and torch._C._are_functorch_transforms_active():
+            self._refuse(func, seen.tracked, "it runs under a torch.func transform (vmap, grad, jvp)")
         if seen.tracked and seen.knows_samples:
             return self._meet(func, args, kwargs, seen, form)
-        if func in WRITERS and seen.knows_samples:
+        if (func in WRITERS or func in RESHAPERS) and seen.knows_samples:
             return self._write(func, args, kwargs, seen)
         out = func(*args, **kwargs)
+        if _is_sized_by_values(func, args) and seen.knows_samples:
+            self._escape(func)
+        if not any(isinstance(t, Tensor) for t in results(out)):
+            return out
         if seen.lost or seen.summed:
             where = self._without_place(Operation(func, args, kwargs, 0), seen)
             self._mark(out, lambda t, i: where or self.where(func, args, kwargs, seen.batched, t, i))
         elif seen.batched:
             self._mark(out, lambda t, i: self.where(func, args, kwargs, seen.batched, t, i))
+            if func in _DETACH:  # to be seen again: what it shares memory with has to be known
+                return out
             self._plan(form, func, args, kwargs, seen.batched, results(out))
         elif torch.is_grad_enabled():
             self._mark(out, lambda t, i: DERIVED if t.requires_grad else None)
@@ -245,6 +262,8 @@ class Tracer(TorchFunctionMode):
         for t in tensors:
             if t is sizes:
                 continue
+            if type(t) is not Tensor and type(t).__name__ == "FakeTensor":
+                continue  # a compiler looks at shapes, and calls what it makes of them later
             where = mark_of(t)
             if where is None and t.requires_grad:
                 if self.observer.ledger(t):
@@ -263,6 +282,10 @@ class Tracer(TorchFunctionMode):
             elif where is DERIVED and t.requires_grad:
                 seen.tracked.append(t)
         return seen
+
+    def place(self, t: Tensor) -> Where | Derived:
+        """Place an output that has no mark: something unseen made it."""
+        return self._place(t, candidates_for(t, self.batch))
 
     def _place(self, t: Tensor, candidates: list[Place]) -> Where | Derived:
         """Place a tensor that was made out of sight, and mark it."""
@@ -287,10 +310,35 @@ class Tracer(TorchFunctionMode):
         """Is it the number of packed sequences that torch's own recurrent layers ask for?"""
         modules = self.observer.modules_around([])
         return not seen.batched and bool(modules) and type(modules[-1]) in _RECURRENT
+    def _register_hook(self, t: Tensor, hook: Callable[[Tensor], Any]) -> Any:
+        """Register a hook of the user's. If it changes gradients, it is tried once: it must not mix
+        samples.
+        """
+        at, path = mark_of(t), self.observer.path()
+        if self._lets_samples_meet or self.batch <= 1 or not isinstance(at, Place):
+            return t.register_hook(hook)
+        place, tried = at, False
+
+        def careful(grad: Tensor) -> Any:
+            nonlocal tried
+            result = hook(grad)
+            if result is not None and not tried:
+                tried = True
+                with torch.random.fork_rng([]):
+                    said = keeps_apart(lambda given: [hook(given[0])], [grad], [place], [place], needs_proof=False)
+                if said is not Verdict.APART:
+                    raise RuntimeError(
+                        f"varreg: in {path}, a hook on a tensor changes its gradient, and mixes samples: a sample has "
+                        "no gradient of its own. Change each sample's gradient by itself."
+                    )
+            return result
+
+        return t.register_hook(careful)
 
     def _escape(self, func: Any) -> None:
         """Values of the batch leave torch, or choose where others go: when the forward ends, a trial
-        says whether they came back and made samples depend on each other."""
+        says whether they came back and made samples depend on each other.
+        """
         if torch.is_grad_enabled() and self.batch > 1 and not self._lets_samples_meet:
             self.escapes[(name_of(func), self.observer.path())] = None
 
@@ -306,7 +354,8 @@ class Tracer(TorchFunctionMode):
 
     def _refuse_later(self, t: Tensor, lost: Lost) -> None:
         """A gradient that arrives at a tensor without a place is an error: whose would it be? Where
-        samples were mixed, there is no need to wait for it."""
+        samples were mixed, there is no need to wait for it.
+        """
         if not (t.requires_grad and t.grad_fn is not None and torch.is_grad_enabled()):
             return
         if self._lets_samples_meet or self.batch <= 1:
@@ -346,6 +395,8 @@ class Tracer(TorchFunctionMode):
                 return lost
             return Lost(f"{name} combines samples with the result of: {lost.why}", mixed=True)
         if seen.batched:
+            if op.function in SUMS and all(isinstance(at, Single) for _, at in seen.batched):
+                return Summed(self.batch)  # one more sample's loss is added
             return Lost(f"{name} combines samples with a sum over the batch", mixed=True)
         if self._lets_samples_meet:
             return Summed(self.batch)
@@ -367,7 +418,8 @@ class Tracer(TorchFunctionMode):
         index: int,
     ) -> Where:
         """Return where the batch is in an output. What is not known is tried, once for each kind of
-        call."""
+        call.
+        """
         op = Operation(func, args, kwargs, index)
         found = propagate(op, batched, out)
         if isinstance(found, Guess):
@@ -376,9 +428,7 @@ class Tracer(TorchFunctionMode):
             return self._gone(op, batched, found, out)
         return found
 
-    def _try(
-        self, op: Operation, batched: list[tuple[Tensor, Place]], guess: Guess, out: Tensor
-    ) -> Place | Lost | Gone:
+    def _try(self, op: Operation, batched: list[tuple[Tensor, Place]], guess: Guess, out: Tensor) -> Place | Lost | Gone:
         if self._lets_samples_meet:
             return guess.places[0] if guess.places else Gone(is_linear=False)
         name, mixed = name_of(op.function), False
@@ -398,9 +448,7 @@ class Tracer(TorchFunctionMode):
             return Gone(is_linear=False)
         return Lost(f"{name} mixes samples, or changes their order", mixed=True)
 
-    def _gone(
-        self, op: Operation, batched: list[tuple[Tensor, Place]], gone: Gone, out: Tensor
-    ) -> Summed | Lost:
+    def _gone(self, op: Operation, batched: list[tuple[Tensor, Place]], gone: Gone, out: Tensor) -> Summed | Lost:
         """Return what an output is that has no place for the batch: a sum over samples, or lost."""
         shapes = " and ".join(str(tuple(x.shape)) for x, _ in batched)
         lost = Lost(f"{name_of(op.function)} takes {shapes} to {tuple(out.shape)}")
@@ -410,6 +458,8 @@ class Tracer(TorchFunctionMode):
         if not gone.is_linear and key not in self._tried:
             with undisturbed():
                 self._tried[key] = try_sum(op, batched)
+                if self._tried[key] and is_weighted(op, batched):
+                    self.observer.warn_weighted(name_of(op.function))
         return Summed(self.batch) if gone.is_linear or self._tried[key] else lost
 
     def _plan(
@@ -438,11 +488,10 @@ class Tracer(TorchFunctionMode):
             self._plans.clear()
         self._plans[form] = Plan(tuple(places), serving)
 
-    def _note_lookup(
-        self, out: Tensor, ids: Tensor, table: Tensor, padding_idx: int | None = None, *_: Any, **__: Any
-    ) -> None:
+    def _note_lookup(self, out: Tensor, ids: Tensor, table: Tensor, padding_idx: int | None = None, *_: Any, **__: Any) -> None:
         """Rows of a parameter, looked up once for all samples: what they receive can be put back
-        without a detour through autograd."""
+        without a detour through autograd.
+        """
         rows = ids.flatten()
         distinct = len(rows.unique()) == len(rows)
         skips = padding_idx is not None and padding_idx % len(table) in rows
@@ -452,43 +501,78 @@ class Tracer(TorchFunctionMode):
     # ---- writes ------------------------------------------------------------------------------------
 
     def _write(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], seen: Seen) -> Any:
-        """Run a function that writes into its first argument, which then carries the batch where
-        both of them say."""
+        """Run a function that writes into its first argument, or into a copy of it, which then
+        carries the batch where both of them say.
+        """
         op = Operation(func, args, kwargs, 0)
         t = moved_data(op)[0]
         place = self._place_written(op, t, seen)
         out = func(*args, **kwargs)
+        if isinstance(out, Tensor) and out is not t:  # `index_add` leaves `t` as it is
+            self._mark(out, lambda *_: place)
+            return out
         mark(t, place)
         if isinstance(place, Lost):
             self._refuse_later(t, place)
-        if t._is_view() and t._base is not None and isinstance(place, Place | Lost):
-            self._mark_base(t, place)
+        if func not in RESHAPERS and isinstance(place, Place | Lost):
+            self._mark_aliases(t, place)
         return out
 
     def _place_written(self, op: Operation, t: Tensor, seen: Seen) -> Where:
-        name, before = name_of(op.function), mark_of(t)
-        values = [a for a in moved_data(op)[1:] if isinstance(a, Tensor)]
-        index = index_of(op, seen.batched)
-        if any(a is x for a in (t, *values) for x, _ in seen.lost) or seen.summed:
+        name = name_of(op.function)
+        data = [a for a in moved_data(op) if isinstance(a, Tensor)]
+        index = {id(a) for a in index_of(op, seen.batched)}
+        if any(a is x for a in data for x, _ in seen.lost) or seen.summed:
             why = seen.lost[0][1].why if seen.lost else "a sum over the batch"
             return Lost(f"{name} writes the result of: {why}", mixed=True)
-        if any(a is x for a in index for x, _ in seen.lost):
+        if any(id(x) in index for x, _ in seen.lost):
             self._escape(op.function)
-        target = before if isinstance(before, Place) else None
-        wheres = [w for v in values if isinstance(w := mark_of(v), Place)]
-        if target is not None and not wheres and not any(a is x for a in index for x, _ in seen.batched):
+        places = {id(x): at for x, at in seen.batched if id(x) not in index}
+        target = places.get(id(t))
+        is_chosen = any(id(x) in index for x, _ in seen.batched) and self.batch > 1
+        if self._stays(op, t, places) and not is_chosen:
+            assert target is not None
+            return target
+        is_constant = not any(id(a) in places for a in data[1:])
+        if target is not None and is_constant and not is_chosen and op.function not in RESHAPERS:
             return target  # a constant is everybody's
-        value = wheres[0] if wheres else None
-        found = written(op, target, value, t, self.batch)
-        if isinstance(found, Gone):
-            return target or Lost(f"{name} into a tensor of shape {tuple(t.shape)}")
-        if isinstance(found, Place) and any(a is x for a in index for x, _ in seen.batched):
+        found = written(op, places, t, self.batch) if places else None
+        if isinstance(found, Gone) or found is None:
+            found = target or Lost(f"{name} into a tensor of shape {tuple(t.shape)}")
+        if isinstance(found, Place) and is_chosen:
+            masks = [(x, at) for x, at in seen.batched if id(x) in index]
+            if all(x.dtype is torch.bool for x, _ in masks):  # each sample chooses its own rows
+                own = all(at == found for _, at in masks)
+                return found if own else Lost(f"{name} mixes samples", mixed=True)
             with undisturbed():
                 verdict = try_operation(op, seen.batched, found)
             if verdict is not Verdict.APART:
                 return Lost(f"{name} mixes samples, or changes their order", mixed=True)
         assert not isinstance(found, Guess)
         return found
+
+    def _stays(self, op: Operation, t: Tensor, places: dict[int, Place]) -> bool:
+        """Are rows written where rows of the same samples are? Found without a copy of anything."""
+        target, value = places.get(id(t)), op.args[-1] if len(op.args) > 1 else None
+        is_plain = op.function is Tensor.__setitem__ and not tensors_in([op.args[1]], {})
+        if not (isinstance(value, Tensor) and (is_plain or op.function is Tensor.copy_)):
+            return False
+        if not isinstance(target, Layout | Ragged) or not isinstance(at := places.get(id(value)), Layout | Ragged):
+            return False
+        region = numbers(t, target)[op.args[1] if is_plain else ...]
+        found = place_of(region, self.batch) if region._is_view() else None
+        if not isinstance(found, Layout | Ragged) or region.dim() < value.dim():
+            return False
+        return found == at._replace(dim=at.dim + region.dim() - value.dim())
+
+    def _mark_aliases(self, t: Tensor, place: Place | Lost) -> None:
+        """What was written through a view, or behind a detached tensor, is in the others as well."""
+        if t._is_view() and t._base is not None:
+            self._mark_base(t, place)
+        for other in self.aliases.get(t.untyped_storage().data_ptr(), ()):
+            if other is not t:
+                same = other.shape == t.shape and other.stride() == t.stride()
+                mark(other, place if same else Lost("something was written behind it", mixed=True))
 
     def _mark_base(self, t: Tensor, place: Place | Lost) -> None:
         """What was written through a view is in the tensor that it is a view of."""
@@ -505,12 +589,8 @@ class Tracer(TorchFunctionMode):
 
     # ---- a parameter meets the batch ---------------------------------------------------------------
 
-    def _meet(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], seen: Seen, form: Form | None
-    ) -> Any:
+    def _meet(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], seen: Seen, form: Form | None) -> Any:
         batched, tracked = seen.batched, seen.tracked
-        if torch._C._are_functorch_transforms_active():
-            self._refuse(func, tracked, "it runs under a torch.func transform (vmap, grad, jvp)")
         packed = is_packed(func, args)
         layers, dropout, training = args[5:8] if packed else args[4:7] if func in STACKED else (0, 0, 0)
         if layers > 1 and dropout > 0 and training:
@@ -541,16 +621,14 @@ class Tracer(TorchFunctionMode):
                 "values made of parameters are written into a tensor; build it with torch.cat or torch.where",
             )
         if args and any(args[0] is t for t in tracked) and is_in_place(func):
-            self._refuse(
-                func, tracked, "a tensor made of parameters is changed in place; write it as a new tensor"
-            )
+            self._refuse(func, tracked, "a tensor made of parameters is changed in place; write it as a new tensor")
         if any(isinstance(at, Ragged) and not at.is_whole for _, at in batched):
             self._refuse(func, tracked, "some rows of the batch belong to no sample yet")
         if len({at.batch for _, at in batched}) > 1:
             self._refuse(func, tracked, "it meets batches of different sizes")
         if func in ELEMENTWISE or func in _JOIN or self._broadcasts(func, batched, tracked):
             return self._elementwise(func, args, kwargs, batched, tracked)
-        if new := self._aligned(func, args, batched, tracked):
+        if new := self._aligned(func, args, kwargs, batched, tracked):
             args, kwargs = swap(args, kwargs, new)
             return self._look(func, args, kwargs)
         if rule and (out := self._ruled(rule, func, args, kwargs, batched, tracked, form)) is not None:
@@ -561,7 +639,8 @@ class Tracer(TorchFunctionMode):
 
     def _is_reordered(self, op: Operation, seen: Seen) -> bool:
         """Are all rows of a tensor made of parameters put in an order that depends on the batch, as
-        states that are learned are put in that of packed sequences?"""
+        states that are learned are put in that of packed sequences?
+        """
         if op.function not in _SELECTS or len(op.args) != 3 or seen.batched or seen.summed:
             return False
         t, dim, index = op.args
@@ -569,9 +648,7 @@ class Tracer(TorchFunctionMode):
             return False
         return torch.equal(index.sort().values, torch.arange(t.shape[dim], device=index.device))
 
-    def _broadcasts(
-        self, func: Any, batched: list[tuple[Tensor, Place]], tracked: list[Tensor]
-    ) -> bool:
+    def _broadcasts(self, func: Any, batched: list[tuple[Tensor, Place]], tracked: list[Tensor]) -> bool:
         """Is it a product of matrices for each sample, with matrices that all samples share?"""
         if func not in _PRODUCTS or len(batched) != 1 or len(tracked) != 1:
             return False
@@ -646,8 +723,9 @@ class Tracer(TorchFunctionMode):
         if not rule.when(call):
             return None
         out, detached = _run_detached(rule, func, args, kwargs, tracked)
-        places = [self.where(func, args, kwargs, batched, t, i) for i, t in enumerate(results(out))]
-        if not all(isinstance(at, Place) for at in places):
+        wheres = [self.where(func, args, kwargs, batched, t, i) for i, t in enumerate(results(out))]
+        places = [at for at in wheres if isinstance(at, Place)]
+        if len(places) < len(wheres):
             return None
         call = call._replace(out=places[0], partition=self.observer.partition(places[0].batch))
         if not rule.when(call):
@@ -706,13 +784,11 @@ class Tracer(TorchFunctionMode):
         everything = [*batched, *((s, there) for s in new.values())]
         out = func(*args, **kwargs)
         self._mark(out, lambda t, i: self.where(func, args, kwargs, everything, t, i))
-        if func in _JOIN and not _has_rows_of(out, there):
+        if func in _JOIN and not _has_rows_of(out, there) and not all(_is_expanded(t, there) for t in tracked):
             self._refuse(func, tracked, "it becomes rows of the batch that belong to no sample")
         return out
 
-    def _spread_shape(
-        self, func: Any, t: Tensor, there: Place, rank: int
-    ) -> tuple[list[int], bool]:
+    def _spread_shape(self, func: Any, t: Tensor, there: Place, rank: int) -> tuple[list[int], bool]:
         """Return the shape of a tensor that is expanded along the batch; has it a row for each sample?"""
         if isinstance(there, Single):
             return list(t.shape), True
@@ -720,20 +796,50 @@ class Tracer(TorchFunctionMode):
         size = padded.shape[there.dim] if padded.dim() else 1
         aligned = there.batch == 1 or size == there.size != 1
         if not aligned and (size != 1 or func in _JOIN):
-            self._refuse(
-                func, [t], f"its shape {tuple(t.shape)} fits the batch of {there.batch} nowhere"
-            )
+            self._refuse(func, [t], f"its shape {tuple(t.shape)} fits the batch of {there.batch} nowhere")
         return [there.size if d == there.dim else n for d, n in enumerate(padded.shape)], aligned
+
+    def _pairs_rows(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        batched: list[tuple[Tensor, Place]],
+        tracked: list[Tensor],
+        t: Tensor,
+    ) -> bool:
+        """Does a function of no known kind use row i of `t` for sample i alone? Where the sizes
+        allow it, it is tried.
+        """
+        x, at = batched[0]
+        if isinstance(at, Single) or len(tracked) != 1 or func in RULES or self._lets_samples_meet:
+            return False
+        if t.dim() != x.dim() or t.shape[at.dim] != at.size or at.size <= 1:
+            return False
+        op = Operation(func, args, kwargs, 0)
+        key = ("pairs", _trial(op, batched, at))
+        if key not in self._tried:
+            with torch.no_grad():
+                out = results(func(*args, **kwargs))[0]
+            both = [*batched, (t, at)]
+            with undisturbed():
+                found = propagate(op, both, out)
+                places = found.places if isinstance(found, Guess) else (found,)
+                said = [isinstance(p, Place) and try_operation(op, both, p) is Verdict.APART for p in places]
+            self._tried[key] = any(said)
+        return bool(self._tried[key])
 
     def _aligned(
         self,
         func: Any,
         args: Sequence[Any],
+        kwargs: dict[str, Any],
         batched: list[tuple[Tensor, Place]],
         tracked: list[Tensor],
     ) -> dict[int, Tensor]:
         """Return tensors made of parameters that a function pairs with the batch, sample by sample:
-        they carry it from here on."""
+        they carry it from here on.
+        """
         x, at = batched[0]
         new: dict[int, Tensor] = {}
         if is_packed(func, args):
@@ -742,6 +848,8 @@ class Tracer(TorchFunctionMode):
             return new
         for t in tracked:
             dim = _paired_dim(func, args, x, at.dim, t)
+            if dim is None and self._pairs_rows(func, args, kwargs, batched, tracked, t):
+                dim = at.dim
             if dim is not None and 0 <= dim < t.dim() and t.shape[dim] == at.size > 1:
                 there = at._replace(dim=dim)
                 target = self.target(t, name_of(func).strip("_"))
@@ -763,10 +871,10 @@ class Tracer(TorchFunctionMode):
         where = f"{name_of(func)} in {self.observer.path()}"
         targets = [self.target(t, f"{name_of(func).strip('_')} (general)") for t in tracked]
         call = Repetition(func, args, kwargs, batched, tracked, targets, where)
-        taps = Repeat.apply(call, *(t for t, _ in batched), *tracked)
+        before = [x.detach().clone() if is_in_place(func) else x for x, _ in batched]
+        taps = Repeat.apply(call, *before, *tracked)
         new = {id(t): tap for t, tap in zip(tracked, taps, strict=True)}
         given, options = swap(args, kwargs, new)
-        before = [x.detach().clone() if is_in_place(func) else x for x, _ in batched]
         out = func(*given, **options)
         outs = results(out)
         as_they_were = {id(x): b for (x, _), b in zip(batched, before, strict=True)}
@@ -781,9 +889,7 @@ class Tracer(TorchFunctionMode):
                 call.places[i] = at
             elif t.requires_grad:
                 why = at.why if isinstance(at, Lost) else "it is a sum over samples"
-                self._refuse(
-                    func, tracked, f"it is not known which part of its result belongs to which sample: {why}"
-                )
+                self._refuse(func, tracked, f"it is not known which part of its result belongs to which sample: {why}")
         if is_in_place(func):
             call.watch(0, outs[0])
             mark(outs[0], call.places[0])
@@ -792,6 +898,13 @@ class Tracer(TorchFunctionMode):
         for i, at in call.places.items():
             mark(used[i], at)
         return _shaped_like(out, used)
+
+
+def _is_sized_by_values(func: Any, args: Sequence[Any]) -> bool:
+    """Do values decide the size of the result?"""
+    if func is Tensor.__getitem__:
+        return any(t.dtype is torch.bool for t in tensors_in(args[1:], {}))
+    return func in _SIZED or (func is torch.where and len(args) == 1)
 
 
 def _is_checkpoint(t: Tensor) -> bool:
@@ -812,6 +925,11 @@ def _has_rows_of(out: Tensor, there: Place) -> bool:
     return isinstance(where, Layout | Ragged) and where.size == there.size
 
 
+def _is_expanded(t: Tensor, there: Place) -> bool:
+    """Are all rows of a tensor the same one? Then each sample may have one of them."""
+    return not isinstance(there, Single) and t.stride(there.dim) == 0
+
+
 def _paired_dim(func: Any, args: Sequence[Any], x: Tensor, dim: int, t: Tensor) -> int | None:
     """Return the dimension of `t` that a function pairs with dimension `dim` of `x`."""
     if func is F.scaled_dot_product_attention:
@@ -822,6 +940,10 @@ def _paired_dim(func: Any, args: Sequence[Any], x: Tensor, dim: int, t: Tensor) 
         states = args[2 if is_packed(func, args) else 1]
         states = states if isinstance(states, (list, tuple)) else (states,)
         return (1 if func in STACKED else 0) if any(t is state for state in states) else None
+    if func is torch._VF.einsum:  # type: ignore[attr-defined]
+        terms, operands = equation_of(args).inputs, operands_of(args)
+        letter = next(c[dim] for c, o in zip(terms, operands, strict=True) if o is x)
+        return next((c.find(letter) for c, o in zip(terms, operands, strict=True) if o is t), None)
     if func is F.bilinear:
         return dim if any(t is u for u in args[:2]) and dim < x.dim() - 1 else None
     return None

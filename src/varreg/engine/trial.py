@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from varreg.engine.arguments import swap, tensors_in
-from varreg.engine.layout import Layout, Place, Ragged, Single, owners_of
+from varreg.engine.layout import Layout, Place, Single, owners_of
 from varreg.engine.propagation import Batched, Operation
 
 Run = Callable[[list[Tensor]], list[Tensor]]
@@ -47,7 +47,8 @@ def splits(batch: int) -> Iterator[Tensor]:
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Leave generators as they were, and let no checkpoint around keep anything of a trial: it will
-    not be repeated when the checkpoint runs again."""
+    not be repeated when the checkpoint runs again.
+    """
     with torch.random.fork_rng([]), contextlib.ExitStack() as stack:
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
@@ -77,13 +78,17 @@ def _shuffled(t: Tensor, at: Place, order: Tensor) -> Tensor | None:
     return t.index_select(at.dim, place.to(t.device))
 
 
-def _random(t: Tensor, positive: bool) -> Tensor:
-    """Return random values of the kind and size of `t`'s."""
+def _random(t: Tensor, positive: bool, below: int = 0) -> Tensor:
+    """Return random values of the kind and size of `t`'s; whole numbers are some of its own, or
+    below a limit.
+    """
     if t.dtype is torch.bool:
         return torch.rand(t.shape, device=t.device) < 0.5
     if t.is_complex():
         return torch.randn_like(t)
     if not t.is_floating_point():  # any other number might be no valid index
+        if below:
+            return torch.randint(below, t.shape, device=t.device, dtype=t.dtype)
         return t.flatten()[torch.randint(t.numel(), t.shape, device=t.device)]
     if positive:
         return torch.rand_like(t) * 0.8 + 0.1
@@ -103,13 +108,8 @@ def _others(inputs: list[Tensor], places: Sequence[Place]) -> list[Tensor]:
     return found
 
 
-def _replaced(
-    inputs: list[Tensor], others: list[Tensor], places: Sequence[Place], chosen: Tensor
-) -> list[Tensor]:
-    return [
-        torch.where(rows_of(t, at, chosen), o, t)
-        for t, o, at in zip(inputs, others, places, strict=True)
-    ]
+def _replaced(inputs: list[Tensor], others: list[Tensor], places: Sequence[Place], chosen: Tensor) -> list[Tensor]:
+    return [torch.where(rows_of(t, at, chosen), o, t) for t, o, at in zip(inputs, others, places, strict=True)]
 
 
 # ---- the trial -----------------------------------------------------------------------------------
@@ -120,66 +120,99 @@ def keeps_apart(
     inputs: list[Tensor],
     at: Sequence[Place],
     there: Sequence[Place],
-    rows: bool = True,
+    needs_proof: bool = True,
+    below: int = 0,
     padded: bool = False,
 ) -> Verdict:
     """Try a function from tensors that carry the batch to tensors that do.
 
-    `rows` asks for proof that every sample's own output moves with it; without, an output that
-    never moves is taken for a constant, as it may be in a model. Outputs may be `padded` to the
-    longest sample's size: what is beyond is the same for all.
+    With `needs_proof`, every sample's output has to move with it, in one of the trials; else an
+    output that never moves is taken for a constant, as it may be in a model. Whole numbers may
+    be any `below` a limit. Outputs may be `padded` to the longest sample's size: what is beyond
+    is the same for all.
     """
-    said = Verdict.UNDECIDED
-    for values in (_as_they_are, _normal, _positive) if rows else (_as_they_are,):
+    values: list[Callable[[Tensor], Tensor]] = [lambda t: t]
+    if needs_proof:
+        values += [
+            lambda t: _random(t, positive=False),
+            lambda t: _random(t, positive=True, below=below),
+            lambda t: _random(t, positive=False, below=below),
+        ]
+    moved = [torch.zeros(at[0].batch, dtype=torch.bool) for _ in there]
+    tried = 0
+    for make in values:
         try:
-            found = _try_values(run, values(inputs), at, there, padded)
+            said = _try_values(run, [make(t) for t in inputs], at, there, moved, padded)
         except FAILURES:  # it does not take such values
             continue
-        if found is Verdict.MIXED:
-            return found
-        if found is Verdict.APART and values is not _as_they_are:
-            return found
-        if not rows:
-            return Verdict.APART
-        said = found if values is _as_they_are else said
-    return said if said is Verdict.APART else Verdict.UNDECIDED
-
-
-def _as_they_are(inputs: list[Tensor]) -> list[Tensor]:
-    return inputs
-
-
-def _normal(inputs: list[Tensor]) -> list[Tensor]:
-    return [_random(t, positive=False) for t in inputs]
-
-
-def _positive(inputs: list[Tensor]) -> list[Tensor]:
-    return [_random(t, positive=True) for t in inputs]
+        if not said:
+            return Verdict.MIXED
+        tried += 1
+        if tried > 1 and all(bool(m.all()) for m in moved):
+            break  # once with the values at hand, and once with others
+    if not tried or (needs_proof and not all(bool(m.all()) for m in moved)):
+        return Verdict.UNDECIDED
+    return Verdict.APART
 
 
 def _try_values(
-    run: Run, inputs: list[Tensor], at: Sequence[Place], there: Sequence[Place], padded: bool
-) -> Verdict:
+    run: Run,
+    inputs: list[Tensor],
+    at: Sequence[Place],
+    there: Sequence[Place],
+    moved: list[Tensor],
+    padded: bool = False,
+) -> bool:
+    """Return whether samples were kept apart; note the samples whose outputs moved with them."""
     batch = at[0].batch
     before = run(inputs)
+    for i, place in enumerate(there):  # a sample that has no rows has nothing to move
+        moved[i] |= ~samples_in(torch.ones_like(before[i], dtype=torch.bool), place)
     others = _others(inputs, at)
-    moved = [torch.zeros(batch, dtype=torch.bool) for _ in there]
     for chosen in splits(batch):
         after = run(_replaced(inputs, others, at, chosen))
         for i, place in enumerate(there):
-            first, second = before[i], after[i]
-            if first.shape != second.shape:
-                if not (padded and _is_padding(first, second, place, ~chosen)):
-                    return Verdict.MIXED
-                first, second = _common(first, second)
-            kept = rows_of(first, place, ~chosen)
-            same = _is_close(first, second)
-            if bool((kept & ~same).any()):
-                return Verdict.MIXED
+            same = _stays(before[i], after[i], place, ~chosen, padded)
+            if same is None:
+                return False
             moved[i] |= samples_in(~same, place) & chosen
-    present = [samples_in(torch.ones_like(t, dtype=torch.bool), p) for t, p in zip(before, there, strict=True)]
-    done = all(bool((m | ~p).all()) for m, p in zip(moved, present, strict=True))
-    return Verdict.APART if done else Verdict.UNDECIDED
+    return True
+
+
+def all_alike(
+    run: Run,
+    inputs: list[Tensor],
+    at: Sequence[Place],
+    there: Sequence[Place],
+    padded: bool = False,
+) -> bool:
+    """Try whether a sample's outputs stay when all others are made its copies. It shows what a
+    swap cannot: a branch that is taken only where samples differ.
+    """
+    if not all(isinstance(place, Layout) for place in at):
+        return True
+    before = run(inputs)
+    for number in torch.randperm(at[0].batch)[:2].tolist():
+        order = torch.full((at[0].batch,), number)
+        copies = [_shuffled(t, place, order) for t, place in zip(inputs, at, strict=True)]
+        after = run([t for t in copies if t is not None])
+        chosen = torch.arange(at[0].batch) == number
+        for i, place in enumerate(there):
+            if _stays(before[i], after[i], place, chosen, padded) is None:
+                return False
+    return True
+
+
+def _stays(a: Tensor, b: Tensor, at: Place, kept: Tensor, padded: bool) -> Tensor | None:
+    """Return where two outputs are the same, in the part that both have; None where the rows of
+    samples that were kept are not.
+    """
+    if a.shape != b.shape:
+        if not (padded and _is_padding(a, b, at, kept)):
+            return None
+        a, b = _common(a, b)
+    same = _is_close(a, b)
+    return None if bool((rows_of(a, at, kept) & ~same).any()) else same
 
 
 def _common(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,7 +223,8 @@ def _common(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 def _is_padding(a: Tensor, b: Tensor, at: Place, kept: Tensor) -> bool:
     """Do two tensors differ in the size of one dimension, and what only one of them has is the same
-    at every place along it, for every sample that was kept?"""
+    at every place along it, for every sample that was kept?
+    """
     if isinstance(at, Single) or a.dim() != b.dim():
         return False
     dims = [d for d in range(a.dim()) if a.shape[d] != b.shape[d]]
@@ -219,7 +253,7 @@ def samples_in(mask: Tensor, at: Place) -> Tensor:
         out = torch.zeros(at.batch, dtype=torch.bool)
         out[at.sample] = bool(mask.any())
         return out
-    by_row = mask.movedim(at.dim, 0).flatten(1).any(1).cpu()
+    by_row = mask.movedim(at.dim, 0).reshape(mask.shape[at.dim], -1).any(1).cpu()
     owner = owners_of(at)[by_row]
     out = torch.zeros(at.batch, dtype=torch.bool)
     out[owner[owner >= 0]] = True
@@ -232,6 +266,9 @@ def samples_in(mask: Tensor, at: Place) -> Tensor:
 def try_operation(op: Operation, batched: Batched, there: Place) -> Verdict:
     """Try whether an operation takes each sample to its place in the output, and to no other."""
     at = [place for _, place in batched]
+    carriers = {id(x) for x, _ in batched}
+    fixed = [t for t in tensors_in(op.args, op.kwargs) if id(t) not in carriers]
+    below = min([n for t in fixed for n in t.shape], default=0)
     for dtype in (torch.float64, None):  # in double precision nothing hides behind rounding
         forward, inputs = _runner(op, batched, dtype)
         try:
@@ -240,19 +277,15 @@ def try_operation(op: Operation, batched: Batched, there: Place) -> Verdict:
             continue
         both = _with_gradients(forward, inputs, out)
         if both is None:
-            return keeps_apart(forward, inputs, at, [there])
+            return keeps_apart(forward, inputs, at, [there], below=below)
         floats = [i for i, t in enumerate(inputs) if t.is_floating_point()]
         cotangent = torch.randn_like(out)
         places = [there, *(at[i] for i in floats)]
-        return _joined(
-            keeps_apart(forward, inputs, at, [there]),
-            lambda: keeps_apart(both, [*inputs, cotangent], [*at, there], places, rows=False),
-        )
+        said = keeps_apart(forward, inputs, at, [there], below=below)
+        if said is not Verdict.APART:
+            return said
+        return keeps_apart(both, [*inputs, cotangent], [*at, there], places, needs_proof=False)
     return Verdict.UNDECIDED
-
-
-def _joined(first: Verdict, then: Callable[[], Verdict]) -> Verdict:
-    return first if first is not Verdict.APART else then()
 
 
 def _runner(op: Operation, batched: Batched, dtype: torch.dtype | None) -> tuple[Run, list[Tensor]]:
@@ -322,17 +355,20 @@ def _with_gradients(forward: Run, inputs: list[Tensor], out: Tensor) -> Run | No
 def is_sum(run: Run, inputs: list[Tensor], at: Sequence[Place], random: bool = True) -> bool:
     """Try whether outputs without a batch are sums of what each sample gives."""
     done = False
-    for values in (_as_they_are, _normal, _positive) if random else (_as_they_are,):
+    values: list[Callable[[Tensor], Tensor]] = [lambda t: t]
+    if random:
+        values += [lambda t: _random(t, positive=False), lambda t: _random(t, positive=True)]
+    for make in values:
         try:
-            done |= _try_sum(run, values(inputs), at)
-        except _NotASum:
+            done |= _try_sum(run, [make(t) for t in inputs], at)
+        except _NotASumError:  # noqa: PERF203 - each kind of values is a trial of its own
             return False
         except FAILURES:
             continue
     return done
 
 
-class _NotASum(Exception):
+class _NotASumError(Exception):
     pass
 
 
@@ -345,28 +381,40 @@ def _try_sum(run: Run, inputs: list[Tensor], at: Sequence[Place]) -> bool:
         a, b = (run(_replaced(inputs, others, at, side)) for side in (chosen, ~chosen))
         for i in range(len(first)):
             if not (first[i].shape == a[i].shape == b[i].shape == last[i].shape):
-                raise _NotASum
+                raise _NotASumError
             ends = [t[i].double() for t in (first, last, a, b)]
             scale = max(float(t.abs().nan_to_num(0.0, 0.0, 0.0).max()) for t in ends)
             gap = (ends[0] + ends[1] - ends[2] - ends[3]).abs().nan_to_num(0.0, 0.0, 0.0)
             if float(gap.max()) > 256 * torch.finfo(first[i].dtype).eps * scale:
-                raise _NotASum
-            moved |= not torch.equal(ends[0], ends[1])
+                raise _NotASumError
+            moved |= not torch.equal(ends[0], ends[2])
     return moved
 
 
 def try_sum(op: Operation, batched: Batched) -> bool:
     """Try whether an operation's output is a sum over samples. Indices and labels stay as they are:
-    a sum may be weighted by what they say."""
-    floats = [(x, at) for x, at in batched if x.is_floating_point()]
+    a sum may be weighted by what they say (`is_weighted`).
+    """
+    return _try_sum_of(op, [(x, at) for x, at in batched if x.is_floating_point()])
+
+
+def is_weighted(op: Operation, batched: Batched) -> bool:
+    """Try whether labels of one sample change the weight of another, as where a mean is over
+    those that are not ignored.
+    """
+    labels = [(x, at) for x, at in batched if not x.is_floating_point()]
+    return bool(labels) and not _try_sum_of(op, list(batched))
+
+
+def _try_sum_of(op: Operation, carriers: list[tuple[Tensor, Place]]) -> bool:
     for dtype in (torch.float64, None):
-        run, inputs = _runner(op, floats, dtype)
+        run, inputs = _runner(op, carriers, dtype)
         try:
             if not run(inputs)[0].is_floating_point():
                 return False
         except FAILURES:
             continue
-        return is_sum(run, inputs, [at for _, at in floats])
+        return is_sum(run, inputs, [at for _, at in carriers])
     return False
 
 
@@ -375,16 +423,17 @@ def try_affine(op: Operation, summed: Sequence[Tensor]) -> bool:
     for dtype in (torch.float64, None):
         run, inputs = _runner(op, [(t, Single(1, 0)) for t in summed], dtype)
         try:
-            a, b = ([torch.randn_like(t) for t in inputs] for _ in range(2))
-            zero = [torch.zeros_like(t) for t in inputs]
-            both = [s + t for s, t in zip(a, b, strict=True)]
-            ends = [run(x)[0].double() for x in (zero, both, a, b)]
+            return all(_is_affine(run, inputs, size) for size in (0.01, 0.3, 1.0, 10.0, 1e3) for _ in "ab")
         except FAILURES:
             continue
-        scale = max([float(t.abs().max()) for t in ends if t.numel()], default=0.0)
-        gap = (ends[0] + ends[1] - ends[2] - ends[3]).abs()
-        return not gap.numel() or float(gap.max()) <= 1e-6 * scale
     return False
 
 
-__all__ = ["FAILURES", "Ragged", "Verdict", "is_sum", "keeps_apart", "try_affine", "try_operation", "try_sum"]
+def _is_affine(run: Run, inputs: list[Tensor], size: float) -> bool:
+    a, b = ([torch.randn_like(t) * size for t in inputs] for _ in range(2))
+    zero = [torch.zeros_like(t) for t in inputs]
+    both = [s + t for s, t in zip(a, b, strict=True)]
+    ends = [run(x)[0].double() for x in (zero, both, a, b)]
+    scale = max([float(t.abs().max()) for t in ends if t.numel()], default=0.0)
+    gap = (ends[0] + ends[1] - ends[2] - ends[3]).abs()
+    return not gap.numel() or float(gap.max()) <= 1e-6 * scale

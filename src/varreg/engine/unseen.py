@@ -56,9 +56,7 @@ def place_unseen(
 
 
 def _what(t: Tensor) -> str:
-    return (
-        f"a tensor of shape {tuple(t.shape)} was made by an operation that is not a torch function"
-    )
+    return f"a tensor of shape {tuple(t.shape)} was made by an operation that is not a torch function"
 
 
 def candidates_for(t: Tensor, batch: int) -> list[Place]:
@@ -68,7 +66,8 @@ def candidates_for(t: Tensor, batch: int) -> list[Place]:
 
 def _origins(t: Tensor, name_of: Callable[[Tensor], str | None]) -> tuple[list[Edge], list[str]]:
     """Return the edges at which the graph leads to our nodes or to inputs, and the names of
-    parameters that it reaches without them."""
+    parameters that it reaches without them.
+    """
     edges: list[Edge] = []
     parameters: list[str] = []
     seen: set[Any] = set()
@@ -104,7 +103,7 @@ def _sends_back(t: Tensor, place: Place, edges: list[Edge]) -> bool:
         cotangent = torch.where(rows_of(t, place, chosen), torch.randn_like(t), 0)
         try:
             options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
-            grads = torch.autograd.grad([t], ends, [cotangent], **options)
+            grads: Sequence[Tensor | None] = torch.autograd.grad([t], ends, [cotangent], **options)
         except FAILURES:
             return False
         for grad, (_, _, at) in zip(grads, edges, strict=True):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from varreg.engine.arguments import replace_tensors, tensors_of
 from varreg.engine.layout import Place, Summed, Where
 from varreg.engine.rehearsal import rehearsal
-from varreg.engine.trial import FAILURES, Verdict, is_sum, keeps_apart
+from varreg.engine.trial import FAILURES, Verdict, all_alike, is_sum, keeps_apart
 
 
 def try_forward(
@@ -28,7 +28,8 @@ def try_forward(
     outputs: Sequence[tuple[int, Where]],
 ) -> tuple[Verdict, str]:
     """Return what a trial of `module.forward` says of the outputs, named by their position among
-    all tensors that it returns; and why, if it says nothing."""
+    all tensors that it returns; and why, if it says nothing.
+    """
     given = [t.detach() for t, _ in inputs]
     at = [place for _, place in inputs]
     rows = [(i, where) for i, where in outputs if isinstance(where, Place)]
@@ -49,11 +50,12 @@ def try_forward(
         except FAILURES as error:
             return Verdict.UNDECIDED, str(error)
         if rows:
-            places = [where for _, where in rows]
-            tried = chosen([i for i, _ in rows])
-            said = keeps_apart(tried, given, at, places, rows=False, padded=True)
+            places, carriers = [where for _, where in rows], chosen([i for i, _ in rows])
+            said = keeps_apart(carriers, given, at, places, needs_proof=False, padded=True)
             if said is not Verdict.APART:
                 return said, "it does not take samples in another order"
+            if not all_alike(carriers, given, at, places, padded=True):
+                return Verdict.MIXED, ""
         if sums and not is_sum(chosen(sums), given, at, random=False):
             return Verdict.MIXED, ""
     return Verdict.APART, ""

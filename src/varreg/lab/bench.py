@@ -167,6 +167,7 @@ def check_moments(w: Workload, arms: Sequence[str]) -> None:
     model, x, y = built(w)
     with varreg.observe(model.train()):  # in training, as it will be timed: what is refused is refused here
         w.loss(call(model, x), y).backward()
+    doubt = _doubt(w)
     training = not _is_random(w, True)
     if not training and _is_random(w, False):
         raise ValueError(
@@ -177,7 +178,16 @@ def check_moments(w: Workload, arms: Sequence[str]) -> None:
         model, x, y = built(w)
         with varreg.observe(model.train(training), groups_of(arm)):
             w.loss(call(model, x), y).backward()
-            _compare(model, expected, f"{w.name}, {arm}")
+            _compare(model, expected, f"{w.name}, {arm}", doubt)
+    if doubt:  # of what a mean and a variance do not show: p.grad, outputs
+        raise RuntimeError(f"varreg: {w.name} is not measured, since its numbers would mean nothing.{doubt}")
+
+
+def _doubt(w: Workload) -> str:
+    """Return what `varreg.verify` says against a model and its loss; nothing where it does not."""
+    model, x, y = built(w)
+    found = varreg.verify(model.train(), w.loss, (x, y))
+    return f"\n{found}" if found.status in ("different", "refused") else ""
 
 
 def _is_random(w: Workload, training: bool) -> bool:
@@ -220,7 +230,7 @@ def by_single_samples(w: Workload, groups: Sequence[int], training: bool = True)
     ]
 
 
-def _compare(model: nn.Module, expected: dict[str, tuple[Tensor, Tensor]], what: str) -> None:
+def _compare(model: nn.Module, expected: dict[str, tuple[Tensor, Tensor]], what: str, doubt: str) -> None:
     """To a hundredth of each tensor's size, since float32 may round differently; what is all rounding is judged by the whole model's size."""
     for i, (word, floor) in enumerate((("mean", 1e-5), ("variance", 1e-10))):
         largest = max(_size(pair[i]) for pair in expected.values())
@@ -235,7 +245,7 @@ def _compare(model: nn.Module, expected: dict[str, tuple[Tensor, Tensor]], what:
                 raise RuntimeError(
                     f"varreg: {what}: the {word} of the gradients of '{name}' is off by {share} from a loop over single samples, so "
                     "that its speed means nothing, and is not measured. If the model treats each sample by itself, this is an error "
-                    "in varreg: please report it."
+                    f"in varreg: please report it.{doubt}"
                 )
 
 

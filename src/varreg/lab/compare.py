@@ -12,7 +12,7 @@ import statistics as st
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from varreg.lab import names, optimizers, tasks
+from varreg.lab import names, optimizers, saved, tasks
 from varreg.lab.ablations import ABLATIONS
 from varreg.lab.run import Config, Results
 
@@ -42,6 +42,41 @@ class Arm(NamedTuple):
     configs: list[Config]
 
 
+_SAVED: dict[str, saved.Check] = {
+    "task": saved.is_text,
+    "optimizers": saved.is_texts,
+    "trials": saved.is_positive,
+    "lr": saved.is_range,
+    "s": saved.is_numbers,
+    "tuning_seeds": saved.is_positive,
+    "seeds": saved.is_positive,
+    "epochs": saved.is_positive,
+    "batch": saved.is_positive,
+    "ablations": saved.is_flag,
+}
+"""The arguments of a comparison in a file."""
+LONGEST = 1000
+"""Characters in the name and options of an optimizer, in a file."""
+
+
+def _check_saved(spec: str) -> None:
+    """Refuse an optimizer that a file names where there is none such, without building it."""
+    if len(spec) > LONGEST:
+        raise ValueError(f"varreg: an optimizer has a name of {len(spec)} characters.")
+    name, options = names.parse(spec)
+    optimizers.entry(name)
+    if "s" in options and not saved.is_number(options["s"]):
+        raise ValueError(f"varreg: {spec!r}: s must be a number.")
+    for key, value in options.items():
+        parts = value if isinstance(value, (tuple, list)) else (value,)
+        if not all(v is None or saved.is_number(v) or _is_word(v) for v in parts):
+            raise ValueError(f"varreg: {spec!r}: {key} must be a number or a word.")
+
+
+def _is_word(value: Any) -> bool:
+    return isinstance(value, bool) or (isinstance(value, str) and value.isprintable())
+
+
 @dataclass(frozen=True)
 class Comparison:
     """What is compared and with which budget: all that the plan depends on. The first optimizer is the base."""
@@ -61,6 +96,22 @@ class Comparison:
     kind = "compare"
 
     def __post_init__(self) -> None:
+        """Check what a person asked for. It may name a task of his own, which is imported."""
+        self._check_budget()
+        if not self.epochs or not self.batch:  # what is saved has both, and does not depend on the task's code any more
+            task = tasks.task(self.task)
+            object.__setattr__(self, "epochs", self.epochs or task.epochs)
+            object.__setattr__(self, "batch", self.batch or task.batch)
+        for spec in self.optimizers:
+            name, options = names.parse(spec)
+            optimizers.check(name, options)
+            if len(self.s_of(spec)) > self.trials:
+                raise ValueError(f"varreg: {self.trials} trials are too few for {len(self.s)} values of s.")
+            for _, options in self.grid(spec):
+                optimizers.check(name, options)
+
+    def _check_budget(self) -> None:
+        """Check all that can be checked by looking."""
         parsed = [str(names.parse(spec)) for spec in self.optimizers]
         if len(parsed) < 2 or len(set(parsed)) < len(parsed):
             raise ValueError(
@@ -77,23 +128,25 @@ class Comparison:
             raise ValueError(f"varreg: a range of learning rates needs 0 < low ≤ high; got {self.lr[0]:g} to {self.lr[1]:g}.")
         if len(set(self.s)) < len(self.s):
             raise ValueError(f"varreg: values of s are given twice: {', '.join(f'{s:g}' for s in self.s)}.")
-        if not self.epochs or not self.batch:  # what is saved has both, and does not depend on the task's code any more
-            task = tasks.task(self.task)
-            object.__setattr__(self, "epochs", self.epochs or task.epochs)
-            object.__setattr__(self, "batch", self.batch or task.batch)
-        for spec in self.optimizers:
-            name, options = names.parse(spec)
-            optimizers.check(name, options)
-            if len(self.s_of(spec)) > self.trials:
-                raise ValueError(f"varreg: {self.trials} trials are too few for {len(self.s)} values of s.")
-            for _, options in self.grid(spec):
-                optimizers.check(name, options)
 
     @classmethod
     def of(cls, arguments: dict[str, Any]) -> Comparison:
-        """From what `arguments` gave, as it comes back from a file."""
-        known: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in arguments.items()}
-        return cls(**known)
+        """From what `arguments` gave, as it comes back from a file, which may be someone else's.
+
+        Nothing is imported, built or called: `__post_init__` is not for files.
+        """
+        if fault := saved.table_fault(arguments, _SAVED, only=True):
+            raise ValueError(f"varreg: a comparison has {fault}.")
+        made = object.__new__(cls)
+        for key, value in arguments.items():
+            object.__setattr__(made, key, tuple(value) if isinstance(value, list) else value)
+        for spec in made.optimizers:
+            _check_saved(spec)
+        many = max(made.trials, len(made.s)) * made.tuning_seeds + 4 * made.seeds
+        if many * len(made.optimizers) > saved.RUNS:
+            raise ValueError(f"varreg: a comparison has more than {saved.RUNS:,} runs.")
+        made._check_budget()
+        return made
 
     def arguments(self) -> dict[str, Any]:
         return asdict(self)

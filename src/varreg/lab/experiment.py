@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from varreg.lab import store, tasks
+from varreg.lab import saved, store, tasks
 from varreg.lab.environment import environment
 from varreg.lab.pool import Pool
 from varreg.lab.run import Config, Results, Run, read_result
@@ -42,52 +42,62 @@ class Watcher(Protocol):
     def ended(self, config: Config, result: dict[str, Any]) -> None: ...
 
 
+RESTORE = "Restore it, or choose another folder: without it, nobody knows what the runs come from."
+
+
+def read_about(path: Path) -> dict[str, Any]:
+    """What an experiment.json says: at least a kind and arguments."""
+    about: dict[str, Any] = store.read_json(path, RESTORE)
+    if fault := saved.about_fault(about):
+        raise store.damaged(path, "what was written down of an experiment", fault, RESTORE)
+    return about
+
+
 def begin(experiment: Experiment, folder: Path, data_dir: Path | None, command: list[str]) -> str:
     """Check that it can be done, before anything is trained, and write down what will be; the fingerprint of its task.
 
     A folder that has another experiment in it is an error, as is a task that has changed since.
     """
     path = folder / "experiment.json"
-    begun = any((folder / "runs").glob("*/config.json"))  # where no run was, nothing can be lost
-    known = store.read_json(path) if begun and path.exists() else None
+    for name in ("experiment.json", "runs", "figures"):
+        store.check_inside(folder, folder / name)
+    if (folder / "theory.json").exists():
+        raise ValueError(f"varreg: {folder} has another experiment in it (kind: theory). Choose another folder with --out.")
+    kept = ("config.json", "result.json", "checkpoint.pt")
+    begun = any(path for name in kept for path in (folder / "runs").glob(f"*/{name}"))  # else nothing can be lost
+    if begun and not path.exists():
+        raise ValueError(f"varreg: {folder} has runs and no experiment.json. {RESTORE}")
+    known = read_about(path) if begun else None
     if known is not None:
-        was, now = (
-            {"kind": k, **a} for k, a in ((known["kind"], known["arguments"]), (experiment.kind, _plain(experiment.arguments())))
-        )
-        other = "; ".join(f"{k}: {was.get(k)} there, {now.get(k)} asked for" for k in {**was, **now} if was.get(k) != now.get(k))
+        arguments = store.as_saved(experiment.arguments())
+        other = saved.differences({"kind": known["kind"], **known["arguments"]}, {"kind": experiment.kind, **arguments})
         if other:
             raise ValueError(f"varreg: {folder} has another experiment in it ({other}). Choose another folder with --out.")
     configs = experiment.plan({})
     found = tasks.check(configs[0].task, data_dir, configs[0].batch)
     for config in {config.optimizer: config for config in configs}.values():
-        Run(config, None, data_dir)
+        Run(config, None, data_dir).verify()
     tasks.load.cache_clear()  # the other processes have their own
-    if known is not None and known["fingerprint"] != found:
+    if known is not None and known.get("fingerprint") != found:
         raise ValueError(
             f"varreg: the data or the model of task {configs[0].task} are not those that the results in {folder} come from. "
             "Choose another folder with --out."
         )
     if known is None:
-        about = {"kind": experiment.kind, "arguments": _plain(experiment.arguments()), "about": experiment.about()}
+        about = {"kind": experiment.kind, "arguments": store.as_saved(experiment.arguments()), "about": experiment.about()}
         store.write_json(path, {**about, "fingerprint": found, "command": command, "environment": environment()})
     return found
 
 
-def _plain(value: Any) -> Any:
-    """As it comes back from a file."""
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-
 def results_of(experiment: Experiment, folder: Path) -> Results:
-    """Those that are there, by name."""
+    """Those that are there, by name. One that is damaged, or of another configuration, is an error."""
+    store.check_inside(folder, folder / "runs")
     results: Results = {}
     while True:
         new = {}
         for config in experiment.plan(results):
             if config.name not in results:
-                result = read_result(folder / "runs" / config.name)
+                result = read_result(folder / "runs" / config.name, config)
                 if result is not None:
                     new[config.name] = result
         if not new:

@@ -39,6 +39,8 @@ STYLE: Any = {
     "lines.linewidth": 1.8,
     "svg.fonttype": "none",
     "svg.hashsalt": "varreg",
+    "text.usetex": False,
+    "text.parse_math": False,  # labels come from files, and a $ in them is a $
 }
 UNITS = {"step": "steps", "seconds": "seconds of training"}
 TITLES = {**WORDS, "train_accuracy": "training accuracy", "valid_accuracy": "validation accuracy"}

@@ -33,7 +33,7 @@ def options(text: str, whole: str) -> dict[str, Any]:
             raise ValueError(f"varreg: {whole!r} gives {key.strip()} twice.")
         try:
             found[key.strip()] = ast.literal_eval(value.strip())
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             found[key.strip()] = value.strip()
     return found
 

@@ -1,17 +1,19 @@
-"""One page that says what came out, from saved results alone: HTML that needs no network, and the same as figures and tables beside it."""
+"""One page that says what came out, from saved results alone: HTML that needs no network, and the same as figures and tables beside it.
+
+The folder may be someone else's: nothing that it names is imported or run, and no link is followed out of it.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
-import json
 import shlex
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
-from varreg.lab import compare, experiment, names, reproduce, store, theory, verdict
+from varreg.lab import compare, experiment, names, reproduce, saved, store, theory, verdict
 from varreg.lab.pages import Arms, Page, compare_page, reproduce_page, theory_page
 from varreg.lab.run import Config, Results
 
@@ -28,50 +30,74 @@ TAGS = {
     "unexpected": "not what was found before",
 }
 CURVES = ("train_loss", "train_accuracy", "valid_loss", "valid_accuracy", "test_loss", "test_accuracy")
-SHOWN = ("varreg", "commit", "torch", "python", "processor", "cores")
-"""Of the environment."""
+KINDS: dict[str, Any] = {"compare": compare.Comparison.of, "reproduce": reproduce.Reproduction.of}
+"""What makes an experiment of its saved arguments."""
 
 
-def read(folder: Path) -> tuple[experiment.Experiment, dict[str, Any], Results]:
-    """The experiment in a folder, what was written down about it, and the results that are there."""
+def read_about(folder: Path) -> dict[str, Any]:
+    """What was written down about the experiment in a folder."""
     path = folder / "experiment.json"
-    if not path.is_file():
+    if not folder.is_dir():
+        raise ValueError(f"varreg: {folder} is no folder.")
+    if not path.exists():
         raise ValueError(
             f"varreg: {folder} has no experiment.json: it is not a folder of `varreg compare`, `varreg reproduce` or `varreg theory`."
         )
+    store.check_inside(folder, path)
+    return experiment.read_about(path)
+
+
+def read(folder: Path, about: dict[str, Any]) -> tuple[experiment.Experiment, Results]:
+    """The experiment in a folder, and the results that are there."""
+    path = folder / "experiment.json"
+    if about["kind"] not in KINDS:
+        known = ", ".join([*KINDS, "theory"])
+        raise store.damaged(path, f"one of the kinds {known}", repr(about["kind"]), experiment.RESTORE)
     try:
-        about = store.read_json(path)
-        kinds: dict[str, Any] = {"compare": compare.Comparison.of, "reproduce": lambda a: reproduce.Reproduction(**a)}
-        made: experiment.Experiment = kinds[about["kind"]](about["arguments"])
-    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"varreg: {path} is not what this version of varreg writes ({type(error).__name__}: {error})."
-        ) from error
-    return made, about, experiment.results_of(made, folder)
+        made: experiment.Experiment = KINDS[about["kind"]](about["arguments"])
+    except ValueError as error:
+        came = str(error).removeprefix("varreg: ")
+        raise store.damaged(path, "the arguments of an experiment", came, experiment.RESTORE) from error
+    return made, experiment.results_of(made, folder)
+
+
+def _build_theory(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
+    path = folder / "theory.json"
+    remedy = "Restore it; or delete it, and run `varreg theory` again."
+    store.check_inside(folder, path)
+    kept = store.read_json(path, remedy)
+    page = Page()
+    try:
+        found = theory.analyze(kept)
+        title, subtitle = theory_page(page, found)
+        tables = {"checks": theory.all_checks(found), "hindsight": theory.hindsight_table(found)}
+        contents = _contents(page, about, found, tables, title, subtitle)
+    except Exception as error:  # all of it is arithmetic and drawing with what the file holds
+        came = f"something else ({type(error).__name__}: {error})"
+        raise store.damaged(path, "what `varreg theory` saves", came, remedy) from error
+    _write(folder, contents)
+    return found
 
 
 def build(folder: Path) -> tuple[Path, dict[str, Any]]:
     """The page, and what it says. All files are written whole or not at all."""
+    about = read_about(folder)
     store.check_writable(folder)
     page = Page()
-    if (folder / "theory.json").is_file():
-        found = theory.analyze(store.read_json(folder / "theory.json"))
-        about = store.read_json(folder / "experiment.json")
-        title, subtitle = theory_page(page, found)
-        tables = {"checks": theory.all_checks(found), "hindsight": theory.hindsight_table(found)}
-        _write(folder, page, about, found, tables, title, subtitle)
-        return folder / "report.html", found
-    made, about, results = read(folder)
+    if about["kind"] == "theory":
+        return folder / "report.html", _build_theory(folder, about)
+    made, results = read(folder, about)
     if isinstance(made, compare.Comparison):
         found = verdict.analyze(made, results)
         arms = runs_of({arm.name: arm.configs for arm in made.arms(results)}, results)
-        title, subtitle = compare_page(page, made, about["about"], found, arms)
+        title, subtitle = compare_page(page, made, about.get("about") or f"Task {made.task}", found, arms)
     else:
         assert isinstance(made, reproduce.Reproduction)
         found = reproduce.analyze(made, results)
         arms = runs_of(made.arms(results), results)
         title, subtitle = reproduce_page(page, made, found, arms)
-    _write(folder, page, about, found, {"runs": runs_table(arms), "curves": curves_table(arms)}, title, subtitle)
+    tables = {"runs": runs_table(arms), "curves": curves_table(arms)}
+    _write(folder, _contents(page, about, found, tables, title, subtitle))
     return folder / "report.html", found
 
 
@@ -84,18 +110,28 @@ def runs_of(arms: dict[str, list[Config]], results: Results) -> Arms:
 Rows = list[dict[str, Any]]
 
 
-def _write(
-    folder: Path, page: Page, about: dict[str, Any], found: dict[str, Any], tables: dict[str, Rows], title: str, subtitle: str
-) -> None:
-    (folder / "figures").mkdir(exist_ok=True)
+def _write(folder: Path, contents: dict[str, bytes]) -> None:
+    """Files by their names. Each takes the place of what was there, so that no link is followed; a folder might be one."""
+    store.check_inside(folder, folder / "figures")
+    try:
+        (folder / "figures").mkdir(exist_ok=True)
+        for name, content in contents.items():
+            store.write(folder / name, content)
+    except OSError as error:
+        raise ValueError(f"varreg: the page cannot be written to {folder}: {error}.") from error
+
+
+def _contents(
+    page: Page, about: dict[str, Any], found: dict[str, Any], tables: dict[str, Rows], title: str, subtitle: str
+) -> dict[str, bytes]:
+    """All files of a report, by their names."""
+    contents: dict[str, bytes] = {}
     for name, (svg, png) in page.figures.items():
-        store.write(folder / "figures" / f"{name}.svg", svg.encode())
-        store.write(folder / "figures" / f"{name}.png", png)
-    for name, rows in tables.items():
-        store.write(folder / f"{name}.csv", _csv(rows))
-    environment = {key: about["environment"][key] for key in SHOWN}
-    said = {"title": title, "about": subtitle, "command": shlex.join(about["command"]), "environment": environment}
-    store.write_json(folder / "results.json", {**said, "arguments": about["arguments"], **found})
+        contents |= {f"figures/{name}.svg": svg.encode(), f"figures/{name}.png": png}
+    contents |= {f"{name}.csv": _csv(rows) for name, rows in tables.items()}
+    command, environment = shlex.join(about.get("command", [])), saved.environment_of(about)
+    said = {"title": title, "about": subtitle, "command": command, "environment": environment}
+    contents["results.json"] = store.json_of({**said, "arguments": about["arguments"], **found})
     loader = jinja2.PackageLoader("varreg.lab")
     templates = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
     shown = {
@@ -106,7 +142,8 @@ def _write(
         "tags": TAGS,
         "tables": list(tables),
     }
-    store.write(folder / "report.html", templates.get_template("report.html").render(shown).encode())
+    contents["report.html"] = templates.get_template("report.html").render(shown).encode()
+    return contents
 
 
 def runs_table(arms: Arms) -> Rows:
@@ -143,5 +180,11 @@ def _csv(rows: Rows) -> bytes:
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({key: _cell(value) for key, value in row.items()} for row in rows)
     return buffer.getvalue().encode()
+
+
+def _cell(value: Any) -> Any:
+    """Return text so that no spreadsheet takes it for a formula."""
+    formula = isinstance(value, str) and len(value) > 1 and value[0] in "=+-@"
+    return f"'{value}" if formula else value

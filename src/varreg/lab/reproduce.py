@@ -6,7 +6,7 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from varreg.lab import names, tasks
+from varreg.lab import names, saved, tasks
 from varreg.lab.run import Config, Results
 
 TASKS = {"fashion-mnist": "fashion-mnist:valid=0", "cifar10": "cifar10-lenet:valid=0"}
@@ -14,6 +14,10 @@ EPOCHS = {"fashion-mnist": 20, "cifar10": 60}
 """For about the first 30 epochs on CIFAR-10, nothing is learned: images of unit norm and this learning rate begin on a plateau."""
 LR, BATCH, S = 0.01, 100, 2.0
 """The paper's."""
+
+
+_SAVED = {"name": saved.is_text, "epochs": saved.is_positive, "seeds": saved.is_positive}
+"""Its arguments in a file."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,15 @@ class Reproduction:
         object.__setattr__(self, "epochs", self.epochs or EPOCHS[self.name])
         if self.epochs < 1 or self.seeds < 1:
             raise ValueError(f"varreg: at least one epoch and one seed are needed; got {self.epochs} and {self.seeds}.")
+
+    @classmethod
+    def of(cls, arguments: dict[str, Any]) -> Reproduction:
+        """From what `arguments` gave, as it comes back from a file, which may be someone else's."""
+        if fault := saved.table_fault(arguments, _SAVED, only=True):
+            raise ValueError(f"varreg: a reproduction has {fault}.")
+        if 4 * arguments["seeds"] > saved.RUNS:
+            raise ValueError(f"varreg: a reproduction has more than {saved.RUNS:,} runs.")
+        return cls(**arguments)
 
     def arguments(self) -> dict[str, Any]:
         return asdict(self)

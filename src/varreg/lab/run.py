@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import varreg
-from varreg.lab import names, optimizers, store, tasks
+from varreg.lab import names, optimizers, saved, store, tasks
 from varreg.lab.environment import environment
 from varreg.lab.tasks import Split, Splits, Task
 
@@ -28,6 +29,10 @@ Results = dict[str, dict[str, Any]]
 """Of runs, by their names."""
 EVALUATED = 10_000
 """At most so many training samples are looked at to evaluate the training loss: always the same ones."""
+
+
+_LONGEST = 246
+"""Bytes of a name before its checksum: file systems take 255 in all."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,8 @@ class Config:
         """Of the folder: what a person looks for, and a checksum of all of it, so that no two runs share one."""
         whole = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:8]
         said = f"{self.task} {names.spell(self.optimizer, self.options)} lr={self.lr:g} seed={self.seed}"
-        return f"{said.replace('/', '-')[:160]} {whole}"
+        said = said.replace("/", "-")[:160].encode()[:_LONGEST].decode(errors="ignore")
+        return f"{said} {whole}"
 
 
 @functools.lru_cache(maxsize=2)
@@ -119,8 +125,7 @@ class Run:
         self.seen = Split(self.splits.train.x[:EVALUATED], self.splits.train.y[:EVALUATED])
         self.step, self.seconds = 0, 0.0
         self.losses: list[float] = []
-        columns = ("step", "seconds", *(f"{split}_{what}" for split in Splits._fields for what in ("loss", "accuracy")))
-        self.evaluations: dict[str, list[float]] = {column: [] for column in columns}
+        self.evaluations: dict[str, list[float]] = {column: [] for column in saved.EVALUATIONS}
         self.statistics: dict[str, list[float]] = {"step": []}
 
     _KEPT = ("step", "seconds", "losses", "evaluations", "statistics")
@@ -129,7 +134,22 @@ class Run:
         kept = {name: getattr(self, name) for name in self._KEPT}
         buffers = dict(self.model.named_buffers())  # those that a state dict leaves out, too
         state = {"model": self.model.state_dict(), "buffers": buffers, "optimizer": self.optimizer.state_dict()}
-        return {**state, "random": tasks.random_state(), **kept}
+        made = {"config": store.as_saved(asdict(self.config)), "random": tasks.random_state()}
+        return {**state, **made, **kept}
+
+    def fault_of(self, state: Any) -> str:
+        """Say what is wrong with a checkpoint for this run, or nothing."""
+        tables = ("model", "buffers", "optimizer", "random")
+        fault = saved.table_fault(state, dict.fromkeys(tables, saved.is_table))
+        if fault := fault or saved.record_fault(state):
+            return fault
+        if state["step"] > self.total:
+            return f"step {state['step']} of {self.total}"
+        buffers = dict(self.model.named_buffers())
+        for what, now in (("model", self.model.state_dict()), ("buffers", buffers)):
+            if fault := _tensors_fault(state[what], now, what):
+                return fault
+        return _optimizer_fault(state["optimizer"], self.optimizer)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
@@ -146,6 +166,23 @@ class Run:
             return self.task.stream(config.seed, self.step, config.batch)
         index = batches(len(train), config.batch, config.seed, self.step // self.per_epoch)[self.step % self.per_epoch]
         return Split(train.x[index], train.y[index])
+
+    def verify(self) -> None:
+        """Compare what the optimizer will be told of samples with single samples, before it trains.
+
+        Moments that are not theirs are an error. Where it cannot be told, there is a note.
+        """
+        if self.observer is None:
+            return
+        found = varreg.verify(self.model, self.task.loss, tuple(self.batch()))
+        if found.status == "unknown":
+            said = f"varreg: note: the moments of task {self.config.task} cannot be verified."
+            print(said, found.reason, found.advice, file=sys.stderr)
+        elif not found:
+            raise ValueError(
+                f"varreg: {self.config.optimizer} cannot be used for task {self.config.task}: what "
+                f"it would be told of samples is not what single samples say.\n{found}"
+            )
 
     def advance(self) -> None:
         """One step, with the evaluations that are due before and after it."""
@@ -212,10 +249,94 @@ class Run:
         return {"config": asdict(self.config), "environment": environment(), "diverged": self.diverged, **kept}
 
 
-def read_result(folder: Path) -> dict[str, Any] | None:
-    """The result in a run's folder, or None where it did not end yet."""
+def _tensors_fault(was: dict[str, Any], now: dict[str, Any], what: str) -> str:
+    """Say which tensor is missing, unknown, or of another shape or dtype. Torch itself would cast."""
+    if set(was) != set(now):
+        return f"other names in its {what}: {', '.join(map(repr, sorted(set(was) ^ set(now))[:3]))}"
+    for name, t in now.items():
+        if isinstance(t, Tensor) and _form(was[name]) != _form(t):
+            return f"{_form(was[name])} for {name!r} of its {what}, which is {_form(t)}"
+    return ""
+
+
+def _form(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return saved.kind(value)
+    return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
+
+
+def _optimizer_fault(was: dict[str, Any], optimizer: Any) -> str:
+    """Say which option or state is not that of this optimizer."""
+    if fault := saved.table_fault(was, {"state": saved.is_table}):
+        return f"an optimizer with {fault}"
+    old, new = was.get("param_groups"), optimizer.state_dict()["param_groups"]
+    if not isinstance(old, list) or len(old) != len(new) or not all(map(saved.is_table, old)):
+        return "other groups of parameters in its optimizer"
+    for a, b in zip(old, new, strict=True):
+        if not set(b) <= set(a) or a["params"] != b["params"]:  # a step may add its own to them
+            return "other options or parameters in its optimizer"
+    params = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+    for i, state in was["state"].items():
+        if i not in params or not saved.is_table(state):
+            return f"a state of its optimizer for an unknown parameter {i!r}"
+        for key, t in state.items():
+            if isinstance(t, Tensor) and t.dtype not in _state_dtypes(t, params[i]):
+                return f"{_form(t)} for {key!r} of its optimizer, of a parameter of {_form(params[i])}"
+    return ""
+
+
+def _state_dtypes(state: Tensor, p: Tensor) -> tuple[torch.dtype, ...]:
+    """Return the dtypes that a state of a parameter may have: sums over half precision are single."""
+    if not state.is_floating_point() or not state.dim() or state.shape != p.shape:
+        return (state.dtype,)
+    return (p.dtype, torch.float32) if p.dtype.itemsize < 4 else (p.dtype,)
+
+
+ANEW = "Delete it, and the same command runs this run anew; or restore it."
+
+
+def read_result(folder: Path, config: Config) -> dict[str, Any] | None:
+    """The result of this configuration in a run's folder, or None where it did not end yet.
+
+    One that is damaged, or of another configuration, is a `store.DamagedError`.
+    """
     path = folder / "result.json"
-    return store.read_json(path) if path.exists() else None
+    store.check_inside(folder.parent, path)
+    if not path.exists():
+        return None
+    result: dict[str, Any] = store.read_json(path, ANEW)
+    _check_config(path, result, config)
+    if fault := saved.result_fault(result, config.epochs):
+        raise store.damaged(path, "the result of a run", fault, ANEW)
+    return result
+
+
+def _check_config(path: Path, found: Any, config: Config) -> None:
+    """Refuse what was made with another configuration: the name of its folder proves nothing."""
+    if fault := saved.table_fault(found, {"config": saved.is_table}):
+        raise store.damaged(path, "the configuration that it was made with", fault, ANEW)
+    other = saved.differences(found["config"], store.as_saved(asdict(config)))
+    if other:
+        raise store.DamagedError(f"varreg: {path} comes from another configuration ({store.printable(other)}). {ANEW}")
+
+
+def resume(going: Run, folder: Path) -> None:
+    """Set a run to where the checkpoint in its folder says it was; without one, do nothing."""
+    path, about = folder / "checkpoint.pt", folder / "config.json"
+    if not path.exists():
+        return
+    state = store.read_tensors(path, ANEW)
+    if saved.is_table(state) and "config" not in state and about.exists():  # of a version before
+        said = store.read_json(about, ANEW)
+        state["config"] = said.get("config") if saved.is_table(said) else said
+    _check_config(path, state, going.config)
+    if fault := going.fault_of(state):
+        raise store.damaged(path, "a checkpoint of this run", fault, ANEW)
+    try:
+        going.load_state_dict(state)
+    except Exception as error:  # of torch, NumPy or Python, each with kinds of its own
+        came = f"one that does not fit ({type(error).__name__}: {error})"
+        raise store.damaged(path, "a checkpoint of this run", came, ANEW) from error
 
 
 class StoppedError(Exception):
@@ -237,10 +358,11 @@ def run(
     `progress` is told the step and their number now and then; once `stop()` is true, a last checkpoint is written and `StoppedError` raised.
     Where another process is at work on it for more than `patience` seconds, it is a `store.BusyError`.
     """
+    store.check_inside(folder, folder / config.name)
     folder = folder / config.name
     store.check_writable(folder)
     with store.alone(folder, "this run", patience):
-        done = read_result(folder)
+        done = read_result(folder, config)
         return done if done is not None else train(Run(config, splits, data_dir), folder, every, progress, stop)
 
 
@@ -250,9 +372,8 @@ def train(
     """What `run` does, for a run that was built."""
     config = going.config
     store.sweep(folder)
+    resume(going, folder)
     store.write_json(folder / "config.json", {"config": asdict(config), "environment": environment()})
-    if (folder / "checkpoint.pt").exists():
-        going.load_state_dict(torch.load(folder / "checkpoint.pt", weights_only=True))
     saved = shown = time.monotonic()
     while going.step < going.total and not going.diverged:
         going.advance()

@@ -8,6 +8,8 @@ import json
 import math
 import os
 import tempfile
+import unicodedata
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,12 +39,84 @@ def write(path: Path, content: bytes) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """A number that is not finite, which JSON does not have, is written as the word for it: "nan", "inf", "-inf"."""
-    write(path, (json.dumps(_to_json(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+    write(path, json_of(value))
 
 
-def read_json(path: Path) -> Any:
-    """What `write_json` wrote."""
-    return _from_json(json.loads(path.read_text(encoding="utf-8")))
+def json_of(value: Any) -> bytes:
+    """What `write_json` writes."""
+    text = json.dumps(_to_json(value), indent=1, ensure_ascii=False, allow_nan=False)
+    return f"{text}\n".encode()
+
+
+def read_json(path: Path, remedy: str = "Restore it.") -> Any:
+    """What `write_json` wrote; a `DamagedError` that ends with the remedy where it is something else.
+
+    Text comes back as `printable` has it: it goes to terminals and pages.
+    """
+    try:
+        return _from_json(json.loads(_content(path).decode("utf-8")))
+    except RecursionError:
+        raise damaged(path, "JSON", "brackets within brackets without end", remedy) from None
+    except (OSError, ValueError) as error:
+        came = "an empty file" if not isinstance(error, OSError) and _is_empty(path) else str(error)
+        raise damaged(path, "JSON", came, remedy) from error
+
+
+def _content(path: Path) -> bytes:
+    """All of a regular file. To open anything else, a pipe say, might never end."""
+    if not path.is_file():
+        raise OSError("a folder" if path.is_dir() else "no regular file")
+    return path.read_bytes()
+
+
+def _is_empty(path: Path) -> bool:
+    return path.stat().st_size == 0
+
+
+class DamagedError(ValueError):
+    """A file is not what varreg wrote: cut short, changed, or of something else."""
+
+
+def damaged(path: Path, expected: str, came: str, remedy: str) -> DamagedError:
+    """Return the error that names a file, what was expected of it, what came, and what to do."""
+    came = printable(came).rstrip(".")
+    said = f"is not what this version of varreg writes: expected {expected}; got {came}"
+    return DamagedError(f"varreg: {path} {said}. {remedy}")
+
+
+def printable(text: str) -> str:
+    r"""Return the text with escapes in place of what would steer a terminal or break a page.
+
+    >>> print(printable("a\x1b[31mb\ud800"))
+    a\x1b[31mb\ud800
+    """
+    if text.isprintable():
+        return text
+    return "".join(map(_shown, text))
+
+
+def _shown(c: str) -> str:
+    if c.isprintable() or c in "\n\t" or unicodedata.category(c) == "Zs":
+        return c
+    return f"\\x{ord(c):02x}" if ord(c) < 256 else f"\\u{ord(c):04x}"
+
+
+def as_saved(value: Any) -> Any:
+    """Return the value as it comes back from a file."""
+    return _from_json(_to_json(value))
+
+
+def check_inside(folder: Path, path: Path) -> None:
+    """Refuse a link that leads out of a results folder, which may be someone else's."""
+    try:
+        inside = path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ValueError(f"varreg: {path} cannot be followed ({error}). Remove it.") from error
+    if not inside:
+        raise ValueError(
+            f"varreg: {path} is a link that leads out of {folder}, and nothing is read or written "
+            "there. Put what it leads to in its place, or remove it."
+        )
 
 
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -51,17 +125,19 @@ _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 def _to_json(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
+    if isinstance(value, str):
+        return printable(value)
     if isinstance(value, dict):
-        return {k: _to_json(v) for k, v in value.items()}
+        return {printable(k): _to_json(v) for k, v in value.items()}
     return [_to_json(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def _from_json(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: _from_json(v) for k, v in value.items()}
+        return {printable(k): _from_json(v) for k, v in value.items()}
     if isinstance(value, list):
         return [_from_json(v) for v in value]
-    return _WORDS.get(value, value) if isinstance(value, str) else value
+    return _WORDS.get(value, printable(value)) if isinstance(value, str) else value
 
 
 def write_tensors(path: Path, value: Any) -> None:
@@ -71,6 +147,32 @@ def write_tensors(path: Path, value: Any) -> None:
     write(path, buffer.getvalue())
 
 
+def read_tensors(path: Path, remedy: str) -> Any:
+    """What `write_tensors` wrote, to the bit; a `DamagedError` that ends with the remedy otherwise.
+
+    `torch.load` does not compare checksums, so that a flipped bit would pass: they are compared here.
+    """
+    expected = "a whole archive of torch"
+    try:
+        content = _content(path)
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            wrong = archive.testzip()
+    except Exception as error:  # zipfile's many kinds; a file that is cut short has no end to be found
+        came = str(error) if path.is_file() and not _is_empty(path) else "an empty file or none"
+        raise damaged(path, expected, came, remedy) from error
+    if wrong is not None:
+        raise damaged(path, expected, f"a wrong checksum of {wrong!r}", remedy)
+    try:
+        return torch.load(io.BytesIO(content), weights_only=True)
+    except Exception as error:  # torch's many kinds
+        came = f"one that torch does not load ({_first_line(error)})"
+        raise damaged(path, expected, came, remedy) from error
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
 class BusyError(ValueError):
     """Another process is at work there."""
 
@@ -78,6 +180,7 @@ class BusyError(ValueError):
 @contextlib.contextmanager
 def alone(folder: Path, what: str, patience: float | None = None) -> Iterator[None]:
     """No two processes at work on one folder. A lock ends with its process, however that ends."""
+    check_inside(folder, folder / ".lock")  # to lock is to empty the file
     try:
         with filelock.FileLock(folder / ".lock", timeout=PATIENCE if patience is None else patience):
             yield

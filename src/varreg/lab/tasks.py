@@ -292,7 +292,8 @@ def fingerprint(spec: str, splits: Splits, model: nn.Module) -> str:
             whole.update(f"{t.dtype} {tuple(t.shape)} {len(x)}".encode())
             whole.update(t.cpu().contiguous().view(torch.uint8).numpy().tobytes() if t.numel() else b"")
     for name, p in model.named_parameters():
-        whole.update(f"{name} {tuple(p.shape)}".encode())
+        dtype = "" if p.dtype == torch.float32 else f" {p.dtype}"  # as it was before dtypes were in it
+        whole.update(f"{name} {tuple(p.shape)}{dtype}".encode())
     return whole.hexdigest()[:16]
 
 

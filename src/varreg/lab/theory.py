@@ -18,6 +18,7 @@ from rich.text import Text
 from varreg import regularizer
 from varreg.lab import store
 from varreg.lab.environment import environment
+from varreg.lab.experiment import read_about
 from varreg.lab.verdict import number
 from varreg.theory import checks, hindsight, increments
 from varreg.theory.problems import Noise, quadratic, steady
@@ -93,7 +94,7 @@ def carry_out(folder: Path, command: list[str], told: Callable[[str, float], Non
     store.check_writable(folder)
     with store.alone(folder, "varreg theory"):
         path = folder / "experiment.json"
-        if path.exists() and store.read_json(path).get("kind") != "theory":
+        if path.exists() and read_about(path)["kind"] != "theory":
             raise ValueError(f"varreg: {folder} has another experiment in it. Choose another folder with --out.")
         found, threads = {}, torch.get_num_threads()
         torch.set_num_threads(1)  # tensors are small, and a second thread would be waited for more than it helps
@@ -142,7 +143,8 @@ def analyze(found: dict[str, Any]) -> dict[str, Any]:
     )
     warnings = [f"{c['claim']} ({c['conditions']}) {c['verdict'].lower()}: not what varreg's authors found." for c in wrong]
     verdict = [{"kind": "unexpected" if wrong else "theory", "headline": headline, "speed": "", "why": why}]
-    return {"verdict": verdict, "warnings": warnings, "unexpected": len(wrong), **found}
+    kept = {name: found[name] for name in parts()}  # whatever else a file holds is not said
+    return {"verdict": verdict, "warnings": warnings, "unexpected": len(wrong), **kept}
 
 
 def slack(check: dict[str, Any]) -> str:

@@ -1,4 +1,5 @@
 /* Every kernel, for float and for double. One header for each part of the work; its twin in PyTorch is named there. */
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>

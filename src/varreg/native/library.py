@@ -79,12 +79,13 @@ def _built(compiler: list[str], temporary: Path) -> Path:
     here = Path(__file__).parent
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
     sources = "".join(path.read_text() for path in sorted(here.glob("*.[ch]")))
-    key = hashlib.sha256("\n".join([sources, version, *_FLAGS, _processor()]).encode()).hexdigest()[:16]
+    flags = [*_FLAGS, *shlex.split(os.environ.get("VARREG_NATIVE_FLAGS", ""))]
+    key = hashlib.sha256("\n".join([sources, version, *flags, _processor()]).encode()).hexdigest()[:16]
     for kept in _cache().glob(f"kernels-{key}-*.so") if _cache().is_dir() else ():
         if kept.stem == f"kernels-{key}-{kept.stat().st_size}":  # else it was damaged
             return kept
     made = temporary / "kernels.so"
-    command = [*compiler, *_FLAGS, str(here / "kernels.c"), "-o", str(made)]
+    command = [*compiler, *flags, str(here / "kernels.c"), "-o", str(made)]
     done = subprocess.run([*command, "-fopenmp"], capture_output=True, text=True, check=False)
     if done.returncode:  # without threads, then
         subprocess.run([*command, "-Wno-unknown-pragmas"], capture_output=True, text=True, check=True)

@@ -11,6 +11,7 @@
 #define AT_MOST(a, b) ((a) < (b) ? (a) : (b))
 #define AT_LEAST(a, b) ((a) > (b) ? (a) : (b))
 
+#define TINY ((REAL)(sizeof(REAL) == sizeof(float) ? FLT_MIN : DBL_MIN))
 #define SQRT(x) ((REAL)(sizeof(REAL) == sizeof(float) ? sqrtf(x) : sqrt(x)))
 
 enum { GRADIENT, HEAVY_BALL, NESTEROV, ADAM };
@@ -42,7 +43,7 @@ static inline __attribute__((always_inline)) void NAME(element)(REAL variance, R
                                                                 int some, int kind, int form, int scale_free, REAL s, REAL half, REAL limit, REAL low, REAL high) {
     REAL rho = scale_free ? variance / (delta * delta) : variance;
     rho = rho > limit ? limit : rho;
-    rho = (some != 0) & (present == 0) ? (REAL)NAN : rho; /* no sample had a gradient */
+    rho = (some != 0) & (present <= TINY) ? (REAL)NAN : rho; /* no sample had a gradient, or squares lost their precision */
     REAL value = kind == HARMONIC ? 1 / rho : rho;
     int valid = (rho - rho == 0) & (value - value == 0);
     REAL sum = *history + (valid ? value : 0);

@@ -47,7 +47,7 @@ def as_seen(
     is coarser than its own: autograd's own gradient of an LSTM under autocast, say.
     """
     SS, gS, gg, W = compared
-    finite = SS + gg + W <= _largest(m.total.dtype)  # also where the sums are in double precision; then, so is g·S
+    finite = SS + gg + m.count * W <= _largest(m.total.dtype)  # also where the sums are in double precision; then, so is g·S
     if finite and gS == SS == gg:  # nothing has touched it
         return m.total, 1.0
     S, g = m.total.reshape(-1), grad.to(m.total.dtype).reshape(-1)
@@ -67,7 +67,8 @@ def as_seen(
 
 @functools.cache
 def _largest(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).max
+    """What leaves some room, for what increments add up over steps."""
+    return torch.finfo(dtype).max * 2.0**-20
 
 
 def kept(seen: Tensor, m: Moments) -> Tensor:

@@ -58,8 +58,9 @@ def warn_overflow(optimizer: Optimizer, p: Tensor, warned: set[int]) -> None:
         warned.add(-1)
         warnings.warn(
             f"varreg: {type(optimizer).__name__} takes the plain step (λ = 1) for '{names(optimizer)[p]}', and others like it: the squares of "
-            "its gradients are too large for their precision, though the gradients are not. The loss scale has grown too far: bfloat16 needs "
-            "none; or create the GradScaler with a growth_interval that is longer than the training.",
+            "its gradients are too large for their precision, though the gradients are not. In one process, they are summed up in float64 from "
+            "the next step on. The loss scale has grown too far: bfloat16 needs none; or create the GradScaler with a growth_interval that "
+            "is longer than the training.",
             stacklevel=8,  # the step() of a user, through two frames of torch.compile
         )
 

@@ -50,7 +50,7 @@ class Work:
         steps = tuple(float(v) for v in self.state.values() if isinstance(v, Tensor) and v.dim() == 0)
         kappa2 = self.kappa2 if isinstance(self.kappa2, float) else None
         m = self.moments
-        return id(self.group), m.count, m.groups, m.total.device, self.p.dtype, self.first, kappa2, steps
+        return id(self.group), m.count, m.groups, m.total.device, m.square.dtype, self.p.dtype, self.first, kappa2, steps
 
     @property
     def lam(self) -> Tensor:

@@ -9,7 +9,9 @@ base's step is one pass over memory (fused.py), else it goes part by part (parts
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -29,7 +31,7 @@ from varreg.optim.gradient import NotFiniteError, OverflowedError, UnmeasuredErr
 from varreg.optim.names import check_merged, names, warn_lone, warn_missing, warn_overflow, warn_typos
 from varreg.optim.parts import Part, Work, parts, pieces
 from varreg.optim.summary import LambdaSummary, summarize
-from varreg.regularizer import DEFAULTS, calibrated, check, lambdas, plain, ratio, regularizer
+from varreg.regularizer import DEFAULTS, calibrated, check, lambdas, one_or_nan, plain, ratio, regularizer
 
 _CALIBRATION = ("vr_lambda_recent", "vr_lambda_total", "vr_lambda_steps")
 _STEPS = "vr_steps"
@@ -134,7 +136,8 @@ class Regularized(Optimizer):
         for i, p in zip(ids, parameters, strict=True):
             for key, value in final["state"].get(i, {}).items():
                 if key.startswith("vr_"):
-                    self.state[p][key] = value.to(device=p.device, dtype=stat_dtype(p.dtype))
+                    self.state[p][key] = value.to(device=p.device)
+            _narrow(self.state[p], stat_dtype(p.dtype))
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -181,7 +184,7 @@ class Regularized(Optimizer):
         self._base_step()
         for f in found:  # also where there is nothing to do yet: distributed checkpointing asks for all of the state
             if f.ledger is not None:
-                self._prepare(f.p, f.group)
+                self._prepare(f.p, f.group, f.moments)
         self._regularize(works, fast)
         return loss
 
@@ -222,6 +225,8 @@ class Regularized(Optimizer):
             try:
                 if ledger is None or m is None or m.groups < 2:
                     raise UnmeasuredError
+                if both is not None:
+                    ledger.watch(m, both[3])
                 if increment is None:  # else all shapes are the same
                     self._check_shapes(p, m, group)
                 if both is None:
@@ -233,6 +238,8 @@ class Regularized(Optimizer):
                         "only a shard of it: what that did to its variance cannot be told. Clip by norm, or use DistributedDataParallel."
                     )
                 state = self.state[p]
+                if increment is None and _is_wide(state) and m.square.dtype != torch.float64:
+                    m, seen = replace(m, total=m.total.double(), square=m.square.double()), seen.double()
                 if increment is not None and isinstance(kappa2, float):
                     fast.append(Fused(p, group, state, m, kept(seen, m) if increment.of_gradient else m.total, kappa2, increment))
                 else:
@@ -347,8 +354,9 @@ class Regularized(Optimizer):
             return
         lead = works[0]
         deltas, variances = zip(*(spreads[id(w)] for w in works), strict=True)
-        delta = torch.stack([d.square().to(deltas[0]) for d in deltas]).sum().sqrt()
-        variance = torch.stack([v.to(variances[0]) for v in variances]).sum()
+        dtype = torch.float64 if any(v.dtype == torch.float64 for v in variances) else variances[0].dtype
+        delta = torch.stack([d.to(deltas[0].device, dtype).square() for d in deltas]).sum().sqrt()
+        variance = torch.stack([v.to(variances[0].device, dtype) for v in variances]).sum()
         rho, rho_bar = ratio(variance, delta, lead["vr_history"], lead["vr_count"], lead.moments.count, lead.group)
         for group in self.param_groups:
             for p in group["params"] if group["per"] == "model" else ():
@@ -373,8 +381,7 @@ class Regularized(Optimizer):
         sums = w.moments.total.new_zeros(2)
         for part in pieces(w) if w.p.numel() else ():
             delta, variance = self._increment_of(part)
-            present = part["square"] / part["square"]  # 1, or nan where no sample had a gradient
-            known = variance * present
+            known = variance * one_or_nan(part["square"])
             sums += torch.stack([(delta.square() + 0 * known).nansum(), known.nansum()])
         return sums
 
@@ -391,15 +398,21 @@ class Regularized(Optimizer):
             part.g = part.g.add(part["x"], alpha=decay)
         return self._increment(part)
 
-    def _prepare(self, p: Tensor, group: dict[str, Any]) -> None:
-        """Make the state that is missing."""
+    def _prepare(self, p: Tensor, group: dict[str, Any], m: Moments | None) -> None:
+        """Make the state that is missing. It is in float64 while the sums of squares are, which float32 could not hold."""
+        dtype = stat_dtype(p.dtype)
+        if m is not None and m.square.dtype != dtype:
+            dtype = m.square.dtype
+            _widen(self.state[p])
+        elif dtype != torch.float64 and _is_wide(self.state[p]):
+            dtype = _narrow(self.state[p], dtype)
         state, sums, calibration = self.state[p], self._accumulators(group), _CALIBRATION if group["calibrate"] else ()
         missing = [key for key in (*sums, *HISTORY, _STEPS, *calibration) if key not in state]
         if not missing:
             return
         if _STEPS in state and not set(sums).isdisjoint(missing):
             state[_STEPS].zero_()  # an option was switched on: its sums begin now
-        dtype, full = stat_dtype(p.dtype), {*sums, *(HISTORY if group["per"] == "element" else ())}
+        full = {*sums, *(HISTORY if group["per"] == "element" else ())}
         for key in missing:
             zeros = torch.zeros_like(p, dtype=dtype) if key in full else torch.zeros((), dtype=dtype, device=p.device)
             state[key] = zeros if group["per"] != "model" or key not in HISTORY else self._model_history(key, zeros)
@@ -447,6 +460,31 @@ class Regularized(Optimizer):
         are brought up to date, in place; `part.first` says that they are new, and 0.
         """
         raise NotImplementedError
+
+
+def _ours(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {key: value for key, value in state.items() if key.startswith("vr_")}
+
+
+def _is_wide(state: Mapping[str, Any]) -> bool:
+    """Are our statistics in float64?"""
+    steps = state.get(_STEPS)
+    return steps is not None and steps.dtype == torch.float64
+
+
+def _widen(state: dict[str, Any]) -> None:
+    """Our statistics in float64."""
+    state.update({key: value.double() for key, value in _ours(state).items()})
+
+
+def _narrow(state: dict[str, Any], dtype: torch.dtype) -> torch.dtype:
+    """Our statistics in the given precision, all of them, if it can hold them; else in float64. Returns which it is."""
+    ours = _ours(state)
+    wide = [value for value in ours.values() if value.dtype == torch.float64 != dtype and value.numel()]
+    sizes = [float(local(value).abs().max()) for value in wide if local(value).numel()]
+    found = torch.float64 if any(0 < size < 1e-30 or 1e38 < size < math.inf for size in sizes) else dtype
+    state.update({key: value.to(found) for key, value in ours.items()})
+    return found
 
 
 def _spelled_out(cls: type) -> inspect.Signature:

@@ -73,9 +73,7 @@ def matmul(call: Call, grads: list[Tensor], input: Tensor, other: None) -> Contr
     carries="input1 input2",
     when=lambda call: call.where("input1") == call.where("input2") is not None,
 )
-def bilinear(
-    call: Call, grads: list[Tensor], input1: Tensor, input2: Tensor, weight: None, bias: None = None
-) -> Contributions:
+def bilinear(call: Call, grads: list[Tensor], input1: Tensor, input2: Tensor, weight: None, bias: None = None) -> Contributions:
     """y_o = x1ᵀ W_o x2 + b: a linear layer on the outer product of its inputs."""
     dy = call.rows(grads[0])
     out: Contributions = {}
@@ -106,6 +104,8 @@ def _is_plain_einsum(call: Call) -> bool:
     if len(letters) != 1 or any(not (isinstance(at, Layout) and at.plain) for _, at in places):
         return False
     letter = letters.pop()
+    if call.partition.batch == 1:
+        return False  # with one sample, its dimension is not told from others
     for name in call.wants:
         others = "".join(term for n, term in terms.items() if n != name) + equation.output
         if letter in terms[name] or not set(terms[name]) <= set(others):
@@ -121,9 +121,7 @@ def _is_plain_einsum(call: Call) -> bool:
     when=_is_plain_einsum,
     takes_over=False,
 )
-def einsum(
-    call: Call, grads: list[Tensor], equation: str, operands: list[Tensor], path: Any = None
-) -> Contributions:
+def einsum(call: Call, grads: list[Tensor], equation: str, operands: list[Tensor], path: Any = None) -> Contributions:
     """A sample contributes the product of its gradient with its part of the other operands."""
     terms = written_out(equation, [t.dim() for t in operands])
     dy = grads[0]
@@ -148,7 +146,8 @@ def _einsum_part(call: Call, factors: list[tuple[Tensor, str]], term: str, name:
             for t, letters in factors
         ]
         c = torch.einsum(f"{given}->{letter}{term}", parts)
-        return c.unflatten(0, (last - first, n)).sum(1)
+        summed: Tensor = c.unflatten(0, (last - first, n)).sum(1)
+        return summed
 
     return Lazy(call.partition, call.shapes[name], make, lambda n: n * call.shapes[name].numel())
 

@@ -168,14 +168,10 @@ def _register(layer: Any, step: Any, cell: Cell, name: str) -> None:
 
     run.__name__, run_cell.__name__ = name, f"{name}_cell"
     carries = "input hx"
-    rule(
-        layer, serves="params", saves="input hx params", carries=carries, when=has_rows, takes_over=False
-    )(run)
+    rule(layer, serves="params", saves="input hx params", carries=carries, when=has_rows, takes_over=False)(run)
     weights = "w_ih w_hh b_ih b_hh"
     saves = f"input hx {weights}"
-    rule(
-        step, serves=weights, saves=saves, carries=carries, when=_cell_batch, takes_over=False
-    )(run_cell)
+    rule(step, serves=weights, saves=saves, carries=carries, when=_cell_batch, takes_over=False)(run_cell)
 
 
 CELLS: dict[Any, Cell] = {

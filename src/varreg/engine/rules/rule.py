@@ -44,7 +44,8 @@ class Call(NamedTuple):
 
     def where(self, name: str) -> Place | None:
         """Return where the batch is in an argument; a constant that is paired with the batch row
-        by row has it where the others have it."""
+        by row has it where the others have it.
+        """
         if name in self.layouts:
             return self.layouts[name]
         shape = self.shapes[name][:-1]
