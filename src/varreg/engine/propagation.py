@@ -579,7 +579,7 @@ def _pack(op: Operation, batched: Batched, out: Tensor) -> Found:
 
 
 @_for(PAD)
-def _pad(op: Operation, batched: Batched, out: Tensor) -> Found:
+def _unpack(op: Operation, batched: Batched, out: Tensor) -> Found:
     """Rows go back; what is put between them is nobody's. Lengths come from the longest down."""
     (data, at), sizes = batched[0], op.args[1]
     if isinstance(at, Single) or (order := order_of(at, sizes)) is None:
