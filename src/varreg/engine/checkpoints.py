@@ -175,7 +175,7 @@ class _Again:
         args: tuple[Any, ...],
     ):
         self.function, self.observer, self.around = function, observer, around
-        self.epoch, self.batch = current_epoch(), observer.tracer.batch
+        self.epoch, self.batch, self.forward = current_epoch(), observer.tracer.batch, observer.forward
         self.marks = [_mark(observer, t) for t in tensors_of(args)]
         # The end of the forward takes these marks off. Who needs the tensor keeps it.
         self.inputs = [(weakref.ref(t), mark_of(t)) for t in observer.inputs]
@@ -184,7 +184,8 @@ class _Again:
         with epoch(self.epoch):
             marked = self._mark(args)
             try:
-                with self.observer.resume(self.around, self.batch, sys._getframe()):
+                here = sys._getframe()
+                with self.observer.resume(self.around, self.batch, self.forward, here):
                     return self.function(*args)
             finally:
                 for t in marked:

@@ -89,9 +89,14 @@ def mark_of(t: Tensor) -> Where | Derived | None:
 
 
 def is_unseen(t: Tensor) -> bool:
-    """Was the tensor marked without gradients, and has one now? Something unseen gave it one."""
+    """Was the tensor marked without gradients, and has one now? Something unseen gave it one.
+
+    A re-entrant checkpoint does so, too; but its forward was followed, and will be again.
+    """
     payload = payload_of(t)
-    return payload is not None and len(payload) == _UNSEEN and t.requires_grad
+    if payload is None or len(payload) != _UNSEEN or t.grad_fn is None:
+        return False
+    return t.grad_fn.name() != "CheckpointFunctionBackward"
 
 
 def mark(t: Tensor, where: Where | Derived) -> None:

@@ -237,10 +237,11 @@ class Observer:
         return modules
 
     @contextlib.contextmanager
-    def resume(self, modules: list[nn.Module], batch: int, frame: Any) -> Iterator[None]:
+    def resume(self, modules: list[nn.Module], batch: int, forward: int, frame: Any) -> Iterator[None]:
         """Trace a part of an earlier forward that is run again, in the call `frame`."""
         run, depth = self._run, _len_torch_function_stack()
-        kept, state = dict(vars(run)), self.tracer.state
+        kept, state, number = dict(vars(run)), self.tracer.state, self.forward
+        self.forward = forward
         if torch._C._current_graph_task_id() != -1:
             self._queue()
         vars(run).update(modules=list(modules), frame=frame, inputs=[], detached=None)
@@ -252,7 +253,7 @@ class Observer:
                 restore_own(*run.detached)
             while _len_torch_function_stack() > depth:
                 _pop_mode()
-            self.tracer.state = state
+            self.tracer.state, self.forward = state, number
             vars(run).update(kept)
 
     # ---- for the nodes -------------------------------------------------------------------------------------------------
@@ -634,7 +635,9 @@ class Observer:
         wanted: list[tuple[int, Where]] = [
             (i, where) for i, t in enumerate(outputs) if t.requires_grad and isinstance(where := mark_of(t), Place | Summed)
         ]
-        said, why = Verdict.UNDECIDED, "no input or output of it carries the batch"
+        if not wanted:
+            return  # nothing that could depend on it gets a gradient
+        said, why = Verdict.UNDECIDED, "no input of it carries the batch"
         if tracer.backwards != backwards():
             why = "a backward runs inside of the forward, and must not run again"
         elif given and wanted:

@@ -54,7 +54,7 @@ from varreg.engine.marks import (
     mark_of,
     payload_of,
 )
-from varreg.engine.nodes import Arrive, Repeat, Repetition, Spread, Target, Use, backwards
+from varreg.engine.nodes import Arrive, Repeat, Repetition, Spread, Target, Use, backwards, places_of
 from varreg.engine.packed import is_packed, place_packed, sizes_in
 from varreg.engine.plans import Form, Plan, Serving, form_of
 from varreg.engine.plans import Place as PlanPlace
@@ -373,7 +373,7 @@ class Tracer(TorchFunctionMode):
                     where = DERIVED
                 elif t.grad_fn is not None:
                     where = self._place(t, candidates_for(t, self.batch))
-            elif isinstance(where, Layout) and is_unseen(t) and not _is_checkpoint(t):
+            elif isinstance(where, Layout) and is_unseen(t):
                 where = self._place(t, [where])
             if isinstance(where, Place):
                 if not any(t is x for x, _ in seen.batched):
@@ -409,7 +409,7 @@ class Tracer(TorchFunctionMode):
             if isinstance(place, Place):
                 self._placed[key] = place
                 self._check_arriving(t, place)
-        if isinstance(place, Place):
+        if isinstance(place, Place) and places_of(t.grad_fn) is None:
             self._escape(t.grad_fn.name())
         mark(t, place)
         if isinstance(place, Lost):
@@ -1061,11 +1061,6 @@ def _is_sized_by_values(func: Any, args: Sequence[Any]) -> bool:
     if func is Tensor.__getitem__:
         return any(t.dtype is torch.bool for t in tensors_in(args[1:], {}))
     return func in _SIZED or (func is torch.where and len(args) == 1)
-
-
-def _is_checkpoint(t: Tensor) -> bool:
-    """Was it made by a re-entrant checkpoint? Its forward was followed, and will be again."""
-    return t.grad_fn is not None and t.grad_fn.name() == "CheckpointFunctionBackward"
 
 
 def _arguments(names: Iterable[str]) -> set[str]:
