@@ -44,7 +44,7 @@ from varreg.engine.layout import (
     place_of,
 )
 from varreg.engine.marks import DERIVED, Derived, is_unseen, mark, mark_of, payload_of
-from varreg.engine.nodes import Arrive, Repeat, Repetition, Spread, Target, Use
+from varreg.engine.nodes import Arrive, Repeat, Repetition, Spread, Target, Use, graph_of
 from varreg.engine.plans import Form, Plan, Serving, form_of
 from varreg.engine.plans import Place as PlanPlace
 from varreg.engine.propagation import (
@@ -68,7 +68,7 @@ from varreg.engine.propagation import (
 )
 from varreg.engine.rules import RULES, STACKED, Call, Rule
 from varreg.engine.trial import Verdict, is_weighted, keeps_apart, try_affine, try_operation, try_sum
-from varreg.engine.unseen import candidates_for, graph_of, place_unseen
+from varreg.engine.unseen import candidates_for, place_unseen
 
 if TYPE_CHECKING:
     from varreg.engine.ledger import Ledger

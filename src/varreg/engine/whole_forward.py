@@ -37,7 +37,9 @@ def try_forward(
 
         def run(values: list[Tensor]) -> list[Tensor]:
             rehearsed.reset()
-            new = {id(t): v for (t, _), v in zip(inputs, values, strict=True)}
+            # Copies, of the others too: a forward may write into what it is given.
+            new = {id(t): t.detach().clone() for t in tensors_of((args, kwargs))}
+            new |= {id(t): v.clone() for (t, _), v in zip(inputs, values, strict=True)}
             out = module.forward(*replace_tensors(args, new), **replace_tensors(kwargs, new))
             return tensors_of(out)
 
