@@ -13,6 +13,8 @@ import varreg
 from tests.judge import Case, judge
 from tests.models import Fn
 from varreg.engine import tracer
+from varreg.engine.layout import Layout, Place
+from varreg.engine.propagation import Operation, propagate
 
 BATCH = 4
 
@@ -186,3 +188,11 @@ def test_a_forward_that_writes_into_its_inputs_is_tried_on_copies():
     F.relu(model(x, labels)).mean().backward()
     assert labels._version == version + 1
     assert torch.allclose(model.l.weight.grad, plain.l.weight.grad, rtol=1e-12)
+
+
+def test_places_of_what_is_true_are_not_a_row_each():
+    """Four places in a mask of four samples, as in the routing of experts; two of them are of one sample."""
+    mask = torch.tensor([[1, 1, 1, 0], [0, 0, 1, 0]]).bool()
+    samples = torch.where(mask)[1]
+    op = Operation(torch.where, (mask,), {}, 1)
+    assert not isinstance(propagate(op, [(mask, Layout(BATCH, 1))], samples), Place)

@@ -140,6 +140,8 @@ SHAPE_ONLY = frozenset(getattr(Tensor, n) for n in ("view_as", "reshape_as", "ex
 
 @_for(*ELEMENTWISE, *_UNARY)
 def _elementwise(op: Operation, batched: Batched, out: Tensor) -> Found:
+    if op.function is torch.where and len(op.args) + len(op.kwargs) == 1:
+        return Gone(is_linear=False)  # places of what is True: as many as there are, by chance one a row
     return agreed(op, (_broadcast(at, x, out) for x, at in batched))
 
 
