@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +38,7 @@ class Target:
         examined = not self.direct and any(ledger.examined for _, ledger in leaves)
         self.value = t.detach() if examined else None
         # Of a pull-back, which runs in the precision of the graph that made the tensor.
-        self.rounding = 0.0 if self.direct else max(_eps(t.dtype), _autocast_rounding(t))
+        self.rounding = 0.0 if self.direct else max(_graph_rounding(t), _autocast_rounding(t))
         self.forward = observer.forward
         gradient_edge = torch.autograd.graph.get_gradient_edge
         self.ends = [] if self.direct else [gradient_edge(p).node for p, _ in leaves]
@@ -183,6 +183,24 @@ def _rounding(grads: Sequence[Tensor | None], at_least: float) -> float:
 @functools.cache
 def _eps(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
+
+
+def graph_of(t: Tensor) -> Iterator[Any]:
+    """Yield the nodes of the graph that made a tensor."""
+    seen: set[Any] = set()
+    stack = [t.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            stack += [n for n, _ in node.next_functions]
+
+
+def _graph_rounding(t: Tensor) -> float:
+    """That of the coarsest type on the way back to parameters: `weight.float().double()` goes through float32."""
+    types = {m.dtype for node in graph_of(t) for m in node._input_metadata}
+    return max([_eps(t.dtype), *(_eps(dtype) for dtype in types if dtype.is_floating_point)])
 
 
 def _autocast_rounding(t: Tensor) -> float:

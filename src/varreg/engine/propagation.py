@@ -159,6 +159,8 @@ SHAPE_ONLY = frozenset(getattr(Tensor, n) for n in ("view_as", "reshape_as", "ex
 
 @_for(*ELEMENTWISE, *_UNARY)
 def _elementwise(op: Operation, batched: Batched, out: Tensor) -> Found:
+    if op.function is torch.where and len(op.args) + len(op.kwargs) == 1:
+        return Gone(is_linear=False)  # places of what is True: as many as there are, by chance one a row
     return agreed(op, (_broadcast(at, x, out) for x, at in batched))
 
 
@@ -207,6 +209,8 @@ MOVERS: dict[Any, tuple[int, ...]] = {
 data; what else they take says where it goes."""
 
 MOVERS.pop(F.unfold, None)  # im2col: another function of that name
+_VARIADIC = frozenset(named("broadcast_tensors", "atleast_1d", "atleast_2d", "atleast_3d", "block_diag"))
+"""Movers of which every argument holds data."""
 RESHAPERS = frozenset(f for f in MOVERS if is_in_place(f) and MOVERS[f] == (0,))
 """Functions that change the shape of their argument in place."""
 ADDERS: dict[Any, tuple[int, Any, Any]] = {
@@ -233,6 +237,8 @@ _NAMES = {
 
 def moved_data(op: Operation) -> list[Any]:
     """Return the arguments of a mover that hold data."""
+    if op.function in _VARIADIC:
+        return list(op.args)
     found = []
     places = (0, ADDERS[op.function][0]) if op.function in ADDERS else MOVERS[op.function]
     for place in places:
@@ -264,9 +270,12 @@ def _move(op: Operation, batched: Batched, out: Tensor) -> Found:
     found: Found | None = None
     if op.function in RESHAPES and isinstance(at := carriers.get(id(data[0])), Layout):
         found = _reshaped(at, data[0], out)
-    if found is None:
-        found = _follow_numbers(op, data, carriers, out)
     chosen_by = [t for t in index_of(op, batched) if id(t) in carriers]
+    if found is None:
+        choosers = [_chooser(op, t, carriers[id(t)], out) for t in chosen_by]
+        if all(c is not None for c in choosers):
+            return _follow_numbers(op, data, carriers, out, [c for c in choosers if c is not None])
+        found = _follow_numbers(op, data, carriers, out)
     if not chosen_by or not isinstance(found, Place | Gone):
         return found
     # The samples choose what is moved. A mask beside the data lets each sample choose its own rows;
@@ -277,7 +286,17 @@ def _move(op: Operation, batched: Batched, out: Tensor) -> Found:
     return guess(op, batched, out) if isinstance(found, Gone) else Guess((found,))
 
 
-def _follow_numbers(op: Operation, data: list[Tensor], carriers: dict[int, Place], out: Tensor) -> Found:
+def _follow_numbers(
+    op: Operation,
+    data: list[Tensor],
+    carriers: dict[int, Place],
+    out: Tensor,
+    choosers: Sequence[Tensor] = (),
+) -> Found:
+    """Return where samples are when their numbers are moved in place of the data.
+
+    An element is of the sample that it came from, and of those that chose it: they must be the same.
+    """
     batch = next(iter(carriers.values())).batch
     shown = {id(t): numbers(t, carriers.get(id(t))) for t in data}
     try:
@@ -294,12 +313,66 @@ def _follow_numbers(op: Operation, data: list[Tensor], carriers: dict[int, Place
             return at
     if moved.shape != out.shape:
         return Lost(f"{name_of(op.function)} depends on the values that it moves")
+    for chooser in choosers:
+        if bool(((moved != chooser) & (moved != NOBODY) & (chooser != NOBODY)).any()):
+            return mixing(op)
+        moved = torch.where(moved == NOBODY, chooser, moved)
     found = place_of(moved, batch)
     if found is not None:
         return found
     if bool((moved < 0).all()):
         return Gone(is_linear=True)
     return Lost(f"{name_of(op.function)} puts rows of several samples side by side", mixed=True)
+
+
+_BY_INDEX = frozenset(named("index_select", "gather"))
+
+
+def _chooser(op: Operation, index: Tensor, at: Place, out: Tensor) -> Tensor | None:
+    """Return, for each element of the output, the sample whose element of the index chose it; None
+    where the form of the call is not known.
+
+    The index gets sample numbers in place of its values, and the data are what the index finds
+    there: the numbers themselves, along the dimension that the index is for.
+    """
+    data = moved_data(op)[0]
+    dim = _indexed_dim(op, index, data)
+    if dim is None or index.dtype not in (torch.int64, torch.int32):
+        return None
+    nobody = at.batch  # the last row of the stand-in: -1 would mean it, but not everywhere
+    along = torch.arange(nobody + 1, dtype=torch.int32, device=data.device)
+    along = along.view([-1 if d == dim else 1 for d in range(data.dim())])
+    sizes = [nobody + 1 if d == dim else n for d, n in enumerate(data.shape)]
+    owner = numbers(index, at).to(index.dtype)
+    owner = owner.masked_fill(owner == NOBODY, nobody)
+    args, kwargs = swap(op.args, op.kwargs, {id(data): along.expand(sizes), id(index): owner})
+    chooser: Tensor = op.function(*args, **kwargs)
+    return chooser.masked_fill(chooser == nobody, NOBODY) if chooser.shape == out.shape else None
+
+
+def _indexed_dim(op: Operation, index: Tensor, data: Tensor) -> int | None:
+    """Return the dimension of the data in which an index chooses; None where it is not known."""
+    if op.function in _BY_INDEX:
+        dim = _argument(op, 1, "dim", op.kwargs.get("axis"))
+        return dim % data.dim() if isinstance(dim, int) and data.dim() else None
+    if op.function is not Tensor.__getitem__:
+        return None
+    items = op.args[1] if isinstance(op.args[1], tuple) else (op.args[1],)
+    if not all(i is None or i is ... or type(i) in (int, slice) or _is_index(i) for i in items):
+        return None
+    if sum(i is index for i in items) != 1:
+        return None
+    taken = sum(i is not None and i is not ... for i in items)
+    dim = 0
+    for item in items:
+        if item is index:
+            return dim
+        dim += data.dim() - taken if item is ... else item is not None
+    return None
+
+
+def _is_index(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.dtype in (torch.int64, torch.int32)
 
 
 RESHAPES = frozenset(named("reshape", "view", "flatten", "unflatten", "ravel", "reshape_as", "view_as", "squeeze", "unsqueeze"))

@@ -54,7 +54,7 @@ from varreg.engine.marks import (
     mark_of,
     payload_of,
 )
-from varreg.engine.nodes import Arrive, Repeat, Repetition, Spread, Target, Use, backwards, places_of
+from varreg.engine.nodes import Arrive, Repeat, Repetition, Spread, Target, Use, backwards, graph_of, places_of
 from varreg.engine.packed import is_packed, place_packed, sizes_in
 from varreg.engine.plans import Form, Plan, Serving, form_of
 from varreg.engine.plans import Place as PlanPlace
@@ -86,7 +86,7 @@ from varreg.engine.trial import (
     try_operation,
     undisturbed,
 )
-from varreg.engine.unseen import candidates_for, graph_of, place_unseen, sends_back
+from varreg.engine.unseen import candidates_for, place_unseen, sends_back
 from varreg.engine.verdicts import Verdicts
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ the samples may reach rows of these samples only.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,18 +21,6 @@ from varreg.engine.nodes import places_of
 from varreg.engine.trial import FAILURES, is_close, rows_of, samples_in, splits
 
 Edge = tuple[Any, int, Place]  # a node, which of its outputs, and where that carries the batch
-
-
-def graph_of(t: Tensor) -> Iterator[Any]:
-    """Yield the nodes of the graph that made a tensor."""
-    seen: set[Any] = set()
-    stack = [t.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            stack += [n for n, _ in node.next_functions]
 
 
 def place_unseen(

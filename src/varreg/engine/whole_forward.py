@@ -48,7 +48,9 @@ def try_forward(
             with torch.no_grad():
                 for p, change in changes:
                     p.add_(change)
-            new = {id(t): v for (t, _), v in zip(inputs, values, strict=True)}
+            # Copies, of the others too: a forward may write into what it is given.
+            new = {id(t): t.detach().clone() for t in tensors_of((args, kwargs))}
+            new |= {id(t): v.clone() for (t, _), v in zip(inputs, values, strict=True)}
             out = module.forward(*replace_tensors(args, new), **replace_tensors(kwargs, new))
             return [t.detach() for t in tensors_of(out)]
 
