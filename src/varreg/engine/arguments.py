@@ -45,10 +45,13 @@ def _parts(tree: Any) -> dict[Any, Any] | None:
         return dict(enumerate(tree))
     if type(tree).__module__ == "builtins" or isinstance(tree, (nn.Module, type)):
         return None
+    if type(tree).__module__.partition(".")[0] in ("torch", "numpy") or callable(tree):
+        return None
     held = getattr(tree, "__dict__", None)
-    if isinstance(held, dict) and any(isinstance(v, Tensor) for v in held.values()):
-        return held
-    return None
+    found = dict(held) if isinstance(held, dict) else {}
+    found |= {n: getattr(tree, n, None) for n in getattr(type(tree), "__slots__", ()) if isinstance(n, str)}
+    plain = (Tensor, list, tuple, dict)  # an object of the user's, one level deep
+    return {n: v for n, v in found.items() if isinstance(v, plain)} or None
 
 
 def replace_tensors(tree: Any, new: dict[int, Tensor]) -> Any:

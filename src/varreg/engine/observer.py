@@ -478,9 +478,10 @@ class Observer:
             marks = [None if self.ledger(t) else self.contract(t, batch) for t in inputs]
             if packed:
                 marks = [packed.get(id(t), at) for t, at in zip(inputs, marks, strict=True)]
+        self.tracer.batch = batch
         for t, where in zip(inputs, marks, strict=True):
             if where is not None:
-                mark(t, where)
+                mark(t, where if again else self.tracer.check_input(t, where))
         self._run.inputs = inputs
         if not again and module is not self.model:
             self._tell_outside(module, batch)

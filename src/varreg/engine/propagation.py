@@ -729,6 +729,12 @@ def _bags(op: Operation, batched: Batched, out: Tensor) -> Found:
 # ---- everything else -----------------------------------------------------------------------------
 
 
+@_for(*named("as_strided", "as_strided_scatter"))
+def _by_memory(op: Operation, batched: Batched, out: Tensor) -> Found:
+    """Where rows come from depends on how the argument lies in memory."""
+    return Lost(f"{name_of(op.function)} reads memory without regard to rows", mixed=True)
+
+
 def guess(op: Operation, batched: Batched, out: Tensor) -> Guess:
     """Return the places that the sizes allow: the argument's own first, then any of its size."""
     places: dict[Place, None] = {}

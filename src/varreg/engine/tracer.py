@@ -71,6 +71,7 @@ from varreg.engine.propagation import (
     goes_by_values,
     index_of,
     is_in_place,
+    is_known,
     moved_data,
     mutated,
     name_of,
@@ -86,8 +87,8 @@ from varreg.engine.trial import (
     try_operation,
     undisturbed,
 )
-from varreg.engine.unseen import candidates_for, place_unseen, sends_back
-from varreg.engine.verdicts import Verdicts
+from varreg.engine.unseen import are_mixed, candidates_for, place_unseen, sends_back
+from varreg.engine.verdicts import Verdicts, has_rows_for_samples
 
 if TYPE_CHECKING:
     from varreg.engine.ledger import Ledger
@@ -113,7 +114,13 @@ _ESCAPES = frozenset(
     if hasattr(Tensor, name)
 ) | {torch.equal, torch.allclose, torch.is_nonzero, torch.zeros, torch.ones, torch.empty}  # as sizes
 # functions whose result has a size that values say, and which Python can then read
-_SIZED = frozenset(named("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount"))
+_SIZED = frozenset(
+    named(
+        *("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount", "histc"),
+        *("arange", "linspace", "logspace", "eye", "full", "rand", "randn", "randint", "randperm"),
+        *("one_hot", "repeat_interleave", "combinations", "cartesian_prod", "tril_indices"),
+    )
+)
 
 # functions that return what shapes and types say, and nothing of values
 _SHAPES = """shape size dim ndim ndimension numel nelement stride storage_offset dtype device layout
@@ -122,6 +129,7 @@ __len__ __hash__ retain_grad register_hook output_nr is_leaf type result_type pr
 retains_grad backward _backward_hooks broadcast_shapes name data_ptr __dir__ _base"""
 _METADATA = frozenset(_SHAPES.split())
 _DETACH = frozenset((Tensor.detach, torch.detach, Tensor.data.__get__))  # type: ignore[attr-defined]
+_FILLS = (torch.masked_fill, Tensor.masked_fill)  # which want a number to fill with
 UNKNOWN = "a tensor of unknown origin"
 _MOST_PLANS = 1 << 12  # forms of calls that are remembered: some models see new shapes all the time
 
@@ -241,14 +249,14 @@ class Tracer(TorchFunctionMode):
         next one, if it holds for all like it.
         """
         given = {k: v for k, v in kwargs.items() if k != "out"} if "out" in kwargs else kwargs
+        if self._hides(args):
+            self._escape(func)
         if func in _CONSTANT and not tensors_in(args[1:], given):
             return self._constant(func(*args, **kwargs))
         seen = self._sorted(func, args, given)
         if func in _DETACH:
             shared = self.aliases.setdefault(args[0].untyped_storage().data_ptr(), [])
             shared.append(args[0])
-        if self._hides(args):
-            self._escape(func)
         if not (seen.tracked or seen.knows_samples):
             return self._constant(func(*args, **kwargs))
         if func is Tensor.register_hook and seen.batched:
@@ -392,6 +400,18 @@ class Tracer(TorchFunctionMode):
         """
         if self.batch > 1 and self.batch in t.shape and not is_constant(t) and not self.observer.is_buffer(t):
             self._escape(UNKNOWN)
+
+    def check_input(self, t: Tensor, where: Where) -> Where:
+        """Return where an input carries the batch. One that comes from an earlier forward may come
+        with samples mixed, or in another order.
+        """
+        if t.grad_fn is None or self.batch <= 1 or self._lets_samples_meet or not isinstance(where, Place):
+            return where
+        if self.verdicts.due(("input", t.grad_fn.name(), t.shape)):
+            with undisturbed():
+                if are_mixed(t, where, self._name):
+                    return Lost("samples of an input met, or changed places, before it came", mixed=True)
+        return where
 
     def place(self, t: Tensor) -> Where | Derived:
         """Place an output that has no mark: something unseen made it."""
@@ -609,8 +629,11 @@ class Tracer(TorchFunctionMode):
         serving: Serving | None = None,
     ) -> None:
         """Keep where the results carry the batch, if that holds for every call of this form."""
-        if form is None or goes_by_values(Operation(func, args, kwargs, 0), batched):
+        op = Operation(func, args, kwargs, 0)
+        if form is None or goes_by_values(op, batched):
             return
+        if not is_known(func) and has_rows_for_samples(op, batched):
+            return  # values of a constant may say which samples meet
         places: list[PlanPlace | None] = []
         for t in outs:
             if not isinstance(t, Tensor):
@@ -771,6 +794,8 @@ class Tracer(TorchFunctionMode):
             self._refuse(func, tracked, "some rows of the batch belong to no sample yet")
         if len({at.batch for _, at in batched}) > 1:
             self._refuse(func, tracked, "it meets batches of different sizes")
+        if func in _FILLS and args[2:] and args[2] is tracked[0] and not tracked[0].dim():
+            return self._look(torch.where, (args[1], args[2], args[0]), {})
         if func in ELEMENTWISE or func in _JOIN or self._broadcasts(func, batched, tracked):
             return self._elementwise(func, args, kwargs, batched, tracked)
         if new := self._aligned(func, args, kwargs, batched, tracked):
@@ -875,7 +900,8 @@ class Tracer(TorchFunctionMode):
         call = call._replace(out=places[0], partition=self.observer.partition(places[0].batch))
         if not rule.when(call):
             return None
-        kept = {name: i for i, name in enumerate(flat) if name.partition(".")[0] in rule.saves}
+        saves = rule.saves if _arguments(wanted) != {"bias"} else frozenset()  # a bias needs no input
+        kept = {name: i for i, name in enumerate(flat) if name.partition(".")[0] in saves}
         serving = Serving(rule, call, plain, kept, wanted, tuple(places))
         used = self._use(serving, out, list(flat.values()), detached)
         for t, where in zip(used, places, strict=True):

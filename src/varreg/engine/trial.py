@@ -146,10 +146,10 @@ def keeps_apart(
     values: list[Callable[[Tensor], Tensor]] = [lambda t: t]
     if needs_proof:
         values += [
+            lambda t: _random(t, positive=False) * 1e4 if t.is_floating_point() else t,
             lambda t: _random(t, positive=False),
             lambda t: _random(t, positive=True, below=below),
             lambda t: _random(t, positive=False, below=below),
-            lambda t: _random(t, positive=False) * 1e4 if t.is_floating_point() else t,
         ]
     moved = [torch.zeros(at[0].batch, dtype=torch.bool) for _ in there]
     tried = 0
@@ -161,8 +161,8 @@ def keeps_apart(
         if not said:
             return Verdict.MIXED
         tried += 1
-        if tried > 1 and all(bool(m.all()) for m in moved):
-            break  # once with the values at hand, and once with others
+        if tried > 2 and all(bool(m.all()) for m in moved):
+            break  # with the values at hand, with large ones, and with others
     if not tried or (needs_proof and not all(bool(m.all()) for m in moved)):
         return Verdict.UNDECIDED
     return Verdict.APART
@@ -290,8 +290,11 @@ def try_operation(op: Operation, batched: Batched, there: Place) -> Verdict:
         places = [there, *(at[i] for i in floats)]
         said = keeps_apart(forward, inputs, at, [there], below=below)
         if said is Verdict.APART:
-            grads = [*inputs, cotangent]
-            said = keeps_apart(both, grads, [*at, there], places, needs_proof=False)
+            for size in (1.0, 1e4):  # a backward may clip what is large
+                grads = [*inputs, cotangent * size]
+                said = keeps_apart(both, grads, [*at, there], places, needs_proof=False)
+                if said is not Verdict.APART:
+                    return said
         if said is Verdict.APART and dtype is not None and not _is_the_same(op, batched, at, there):
             return Verdict.MIXED
         if said is Verdict.APART and not _follows_order(forward, inputs, at, there, fixed):

@@ -18,7 +18,7 @@ from torch import Tensor
 from varreg.engine.layout import Layout, Lost, Place, only_sample
 from varreg.engine.marks import DERIVED, Derived, mark_of
 from varreg.engine.nodes import places_of
-from varreg.engine.trial import FAILURES, is_close, rows_of, samples_in, splits
+from varreg.engine.trial import FAILURES, Verdict, is_close, rows_of, samples_in, splits
 
 Edge = tuple[Any, int, Place]  # a node, which of its outputs, and where that carries the batch
 
@@ -40,7 +40,7 @@ def place_unseen(
         return only_sample(t)
     if direct := [place for node, nr, place in edges if node is t.grad_fn and nr == t.output_nr]:
         return direct[0]
-    fits = [place for place in candidates if _sends_back(t, place, edges)]
+    fits = [place for place in candidates if _sends_back(t, place, edges) is Verdict.APART]
     return fits[0] if len(fits) == 1 else Lost(_what(t))
 
 
@@ -102,7 +102,14 @@ def _origins(t: Tensor, name_of: Callable[[Tensor], str | None]) -> tuple[list[E
     return edges, parameters
 
 
-def _sends_back(t: Tensor, place: Place, edges: list[Edge]) -> bool:
+def are_mixed(t: Tensor, place: Place, name_of: Callable[[Tensor], str | None]) -> bool:
+    """Try whether the samples of an input met on their way from an earlier forward."""
+    edges, _ = _origins(t, name_of)
+    edges = [edge for edge in edges if edge[2].batch == place.batch]
+    return bool(edges) and _sends_back(t, place, edges) is Verdict.MIXED
+
+
+def _sends_back(t: Tensor, place: Place, edges: list[Edge]) -> Verdict:
     """Try whether the gradient of each sample's rows reaches rows of that sample only."""
     ends = [torch.autograd.graph.GradientEdge(node, number) for node, number, _ in edges]
     moved = torch.zeros(place.batch, dtype=torch.bool)
@@ -112,12 +119,12 @@ def _sends_back(t: Tensor, place: Place, edges: list[Edge]) -> bool:
             options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
             grads: Sequence[Tensor | None] = torch.autograd.grad([t], ends, [cotangent], **options)
         except FAILURES:
-            return False
+            return Verdict.UNDECIDED
         for grad, (_, _, at) in zip(grads, edges, strict=True):
             if grad is None:
                 continue
             hit = grad != 0
             if bool((hit & rows_of(grad, at, ~chosen)).any()):
-                return False
+                return Verdict.MIXED
             moved |= samples_in(hit, at)
-    return bool(moved.all())
+    return Verdict.APART if bool(moved.all()) else Verdict.UNDECIDED

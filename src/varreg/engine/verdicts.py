@@ -47,7 +47,7 @@ class Verdicts:
 
     def of_operation(self, op: Operation, batched: Batched, there: Place) -> Verdict:
         """Say whether an operation takes each sample to its place, and to no other."""
-        if goes_by_values(op, batched) or _has_rows_for_samples(op, batched):
+        if goes_by_values(op, batched) or has_rows_for_samples(op, batched):
             with undisturbed():
                 return try_operation(op, batched, there)
         kind = ("apart", _kind_of(op, batched), _form_of(there))
@@ -88,7 +88,7 @@ class Verdicts:
         return said
 
 
-def _has_rows_for_samples(op: Operation, batched: Batched) -> bool:
+def has_rows_for_samples(op: Operation, batched: Batched) -> bool:
     """Has a constant a dimension as long as the batch? Its values may say which samples meet."""
     carriers = {id(x) for x, _ in batched}
     lengths = {at.batch if isinstance(at, Single) else at.size for _, at in batched}
