@@ -305,7 +305,8 @@ def test_register_rule_expects_a_module_type():
 def test_without_a_rule_a_hidden_use_is_noticed():
     model = nn.Sequential(nn.Linear(4, 3), Scale()).double()
     observer = varreg.observe(model)
-    backward(model, torch.randn(6, 4), sample_weights(6))
+    with pytest.warns(UserWarning, match=r"'1\.weight': there is a gradient and there are no moments"):
+        backward(model, torch.randn(6, 4), sample_weights(6))
     assert varreg.moments(model[1].weight) is None
     assert varreg.moments(model[0].weight) is not None
     assert "1.weight" in repr(observer)

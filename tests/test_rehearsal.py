@@ -350,6 +350,7 @@ def test_an_observed_model_measures_nothing():
         assert observer.is_on
 
 
+@pytest.mark.filterwarnings("ignore:varreg. 'layer' .* was called outside")
 def test_inside_of_an_observed_forward():
     """The tracer of the forward around it sees nothing, and goes on afterwards."""
     inner = nn.Linear(4, 4)

@@ -345,7 +345,9 @@ class _Trial:
     def verify(self) -> tuple[Verification, dict[str, _Sums]]:
         """Return what was found, and the sums of the gradients of single samples."""
         try:
-            return self._verify()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="varreg: ")  # what it warns of is measured here
+                return self._verify()
         except _Cannot as cannot:
             return replace(cannot.verification, samples=self.few.whole.size), {}
 

@@ -15,12 +15,6 @@ from varreg.engine.ledger import LEDGERS, Ledger
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
 
-EXPORT = (
-    "varreg: torch.export runs a model that is observed: it would record the engine in place of the model. "
-    "Call remove() on the observer first, or use copy.deepcopy(model), which is not observed."
-)
-
-
 def _is_compiled(module: nn.Module) -> bool:
     dynamo = sys.modules.get("torch._dynamo")  # not imported by us: it takes a second
     return module._compiled_call_impl is not None or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))

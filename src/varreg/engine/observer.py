@@ -19,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 from varreg.engine.arguments import tensors_of
 from varreg.engine.checks import (
     BATCH_NORM,
-    EXPORT,
     batch_norm_message,
     check_model,
     check_options,
@@ -414,6 +413,7 @@ class Observer:
         run, grad = self._run, torch.is_grad_enabled()
         if run.modules and module is run.modules[0] and not _is_on_stack(run.frame):
             self._reset()  # an earlier forward was interrupted, and its hooks never called
+            run = self._run
         if not run.modules:
             run.frame = _calling_frame()
             if grad:
@@ -704,13 +704,8 @@ class _Enter:
     def __init__(self, observer: Observer | None = None):
         self.observer = observer
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_exporting():  # seen here by a compiler that may look no further
-            raise ValueError(EXPORT)
-        self._enter(module, args, kwargs)
-
     @eager
-    def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if self.observer is not None:
             self.observer.enter(module, args, kwargs)
 

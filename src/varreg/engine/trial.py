@@ -455,18 +455,14 @@ def try_sum(op: Operation, batched: Batched) -> bool:
 
 def is_weighted(op: Operation, batched: Batched) -> bool:
     """Try whether labels of one sample change the weight of another, as where a mean is over
-    those that are not ignored.
+    those that are not ignored. Samples are exchanged together with their labels.
     """
-    labels = [x for x, _ in batched if not x.is_floating_point()]
-    if not labels:
+    if all(x.is_floating_point() for x, _ in batched):
         return False
-    ignored = op.kwargs.get("ignore_index")
-    if ignored is not None and any(bool((x == ignored).any()) for x in labels):
-        return True
-    return not _try_sum_of(op, list(batched))
+    return not _try_sum_of(op, list(batched), random=False)
 
 
-def _try_sum_of(op: Operation, carriers: list[tuple[Tensor, Place]]) -> bool:
+def _try_sum_of(op: Operation, carriers: list[tuple[Tensor, Place]], random: bool = True) -> bool:
     for dtype in (torch.float64, None):
         run, inputs = _runner(op, carriers, dtype)
         try:
@@ -474,7 +470,7 @@ def _try_sum_of(op: Operation, carriers: list[tuple[Tensor, Place]]) -> bool:
                 return False
         except FAILURES:
             continue
-        return is_sum(run, inputs, [at for _, at in carriers])
+        return is_sum(run, inputs, [at for _, at in carriers], random)
     return False
 
 

@@ -28,14 +28,12 @@ def place_unseen(
 ) -> Place | Lost | Derived:
     """Return where a tensor of unknown origin carries the batch, or that it is made of parameters.
 
-    `name_of` tells the names of observed parameters.
+    `name_of` tells the names of observed parameters. One that was used on the way has no moments,
+    and a warning will say so.
     """
     edges, parameters = _origins(t, name_of)
     if not edges:
         return DERIVED if parameters else Lost(_what(t))
-    if parameters:
-        names = ", ".join(f"'{n}'" for n in dict.fromkeys(parameters))
-        return Lost(f"{_what(t)} from the batch and {names}")
     if batch == 1:
         return only_sample(t)
     if direct := [place for node, nr, place in edges if node is t.grad_fn and nr == t.output_nr]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from varreg.engine.arguments import replace_tensors, tensors_of
 from varreg.engine.layout import Place, Summed, Where
@@ -83,7 +84,7 @@ def _changes(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Return a small random change of each parameter."""
     found: list[tuple[Tensor, Tensor]] = []
     for p in model.parameters():
-        if p.is_floating_point() and p.numel() and not p.is_meta:
+        if not is_lazy(p) and p.is_floating_point() and p.numel() and not p.is_meta:
             size = float(p.detach().double().std()) if p.numel() > 1 else 0.0
             found.append((p, torch.randn_like(p) * (0.1 * size or 0.1)))
     return found
