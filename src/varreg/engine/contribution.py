@@ -204,7 +204,7 @@ class Outer(Contribution):
         return float((self.delta.flatten(1).norm(dim=1) * self.a.flatten(1).norm(dim=1)).sum())  # [b, r, features] each
 
     def total(self) -> Tensor | None:
-        delta, a = (t.reshape(-1, t.shape[2]) for t in (self.delta, self.a))
+        delta, a = (t.reshape(t.shape[0] * t.shape[1], t.shape[2]) for t in (self.delta, self.a))
         return (delta.t() @ a).view(self.shape)
 
 

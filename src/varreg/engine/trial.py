@@ -406,7 +406,6 @@ def is_sum(
     inputs: list[Tensor],
     at: Sequence[Place],
     random: bool = True,
-    few: int | None = None,
 ) -> bool:
     """Try whether outputs without a batch are sums of what each sample gives."""
     done = False
@@ -415,7 +414,7 @@ def is_sum(
         values += [lambda t: _random(t, positive=False), lambda t: _random(t, positive=True)]
     for make in values:
         try:
-            done |= _try_sum(run, [make(t) for t in inputs], at, few)
+            done |= _try_sum(run, [make(t) for t in inputs], at)
         except _NotASumError:  # noqa: PERF203 - each kind of values is a trial of its own
             return False
         except FAILURES:
@@ -427,12 +426,12 @@ class _NotASumError(Exception):
     pass
 
 
-def _try_sum(run: Run, inputs: list[Tensor], at: Sequence[Place], few: int | None) -> bool:
+def _try_sum(run: Run, inputs: list[Tensor], at: Sequence[Place]) -> bool:
     """Return whether the outputs moved at all; raise where they are no sums."""
     others, moved = _others(inputs, at), False
     every = torch.ones(at[0].batch, dtype=torch.bool)
     first, last = run(inputs), run(_replaced(inputs, others, at, every))
-    for chosen in itertools.islice(splits(at[0].batch), None if few is None else 2 * few):
+    for chosen in splits(at[0].batch):
         a, b = (run(_replaced(inputs, others, at, side)) for side in (chosen, ~chosen))
         for i in range(len(first)):
             if not (first[i].shape == a[i].shape == b[i].shape == last[i].shape):
