@@ -475,3 +475,23 @@ def test_nothing_is_kept_after_the_step():
             assert dead() is None
         finally:
             gc.enable()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_parameter_used_inside_and_outside(reentrant):
+    """What a sample contributes to both uses belongs under one square."""
+
+    def forward(s, x):
+        inside = checkpoint(lambda v: s.l(v), x, use_reentrant=reentrant)
+        return inside * s.l.bias.softmax(0)
+
+    model = Fn(forward, l=nn.Linear(3, 3)).double()
+    x, w = torch.randn(4, 3).requires_grad_(), sample_weights(4)
+    g = one_at_a_time(copy.deepcopy(model), (x.detach().requires_grad_(),), w)
+    varreg.observe(model)
+    for _ in range(2):
+        model.zero_grad()
+        losses(model(x), w).mean().backward()
+        m = varreg.moments(model.l.bias)
+        assert m.count == 4
+        assert_close(m.variance, g["l.bias"].var(0, correction=0), 1.0, "l.bias")

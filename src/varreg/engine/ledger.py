@@ -242,7 +242,8 @@ class Ledger:
     def add(self, contribution: Contribution, dtype: torch.dtype) -> Tensor | None:
         """Take a use's contributions; returns their sum, which is the gradient to hand on."""
         self.arrived += 1
-        if self.shared or self.pending or len(self.uses) > 1 or self.expected > 1:
+        # a use that a checkpoint will bring may be there already, or not: to wait is right in any case
+        if self.shared or self.pending or len(self.uses) + self.expected > 1:
             self.pending.append(contribution)
             total = contribution.total()
             if self.examined:
