@@ -222,7 +222,8 @@ class Ledger:
 
     def waits(self, p: Tensor) -> bool:
         """Did it count samples, and has no gradient yet? Then it cannot tell by itself when gradients are cleared."""
-        return p.grad is None and self.count > 0 and self.total is None and not self.sharded
+        counted = (self.count > 0 and self.total is None) or (self.merged is not None and self._seen is None)
+        return p.grad is None and counted and not self.sharded
 
     def forget(self) -> None:
         """Gradients were cleared, of which this parameter has none: what it counted was before."""
