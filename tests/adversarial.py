@@ -783,6 +783,7 @@ own_loss("hardest-half", lambda h: h.square().sum(1).topk((len(h) + 1) // 2).val
 own_loss("balanced-router", lambda h: (h.softmax(1).mean(0) * h.softmax(1).mean(0).detach()).sum(), refused)
 own_loss("over-the-largest-loss", lambda h: h.square().mean() / h.detach().square().max(), refused)
 own_loss("mean-times-its-own-constant", lambda h: h.square().mean() * h.square().mean().detach(), refused)
+own_loss("mean-of-shifted-rows", lambda h: (y := h.clone(), put(y, slice(1, None), h[:-1]), y.square().mean())[2], refused)
 own_loss("mean-times-item", lambda h: h.square().mean() * h.square().mean().item(), refused)
 own_loss("relu-of-the-mean", lambda h: F.relu(h.mean() + 9.0), either)
 own_loss("clamped-mean", lambda h: h.square().mean().clamp(max=0.4), refused)

@@ -78,6 +78,12 @@ class Ragged(NamedTuple):
         return bool((self.owners.of >= 0).all())
 
     @property
+    def repeats(self) -> bool:
+        """Are there as many rows as samples, but some samples have several, and others none?"""
+        owners = self.owners.of
+        return len(owners) == self.batch and len(owners.unique()) < self.batch
+
+    @property
     def is_in_order(self) -> bool:
         """Do samples follow each other as in the batch?"""
         return self.is_whole and bool((self.owners.of.diff() >= 0).all())

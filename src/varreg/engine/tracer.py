@@ -609,6 +609,8 @@ class Tracer(TorchFunctionMode):
             return lost
         if name_of(op.function) in ("nanmean", "nanmedian"):  # values decide what counts
             return lost
+        if any(isinstance(at, Ragged) and at.repeats for _, at in batched):
+            return Lost(f"{name_of(op.function)} adds up some samples twice, and others not at all", mixed=True)
         if not gone.is_linear and not self.verdicts.of_sum(op, batched):
             return lost
         if not gone.is_linear and self.verdicts.due(("weighted", op.function, self.observer.path())):
