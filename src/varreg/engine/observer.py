@@ -576,7 +576,7 @@ class Observer:
                 "order: a loss would pair them with others' targets. Return samples in the order in "
                 f"which they came, in dimension {dim}."
             )
-        if isinstance(where, Ragged) and not where.is_in_order:
+        if isinstance(where, Ragged) and (where.repeats or not where.is_in_order):
             return (
                 "has its samples in another order than the inputs: a loss would pair them with others' "
                 "targets. Put them back in order."
