@@ -1,7 +1,7 @@
 # Two commands do everything on a machine that has only Python 3 and make:
-#   make demo   compare VR-SGD with SGD on embedded data, fairly, and say what came out
-#   make test   the whole test suite
-# And make graphs judges random models against the definition: two minutes, or SECONDS=3600.
+#   make demo   measure the noise of a small training, plan its batch, compare VR-SGD with SGD fairly
+#   make test   the tests, with samples of the large tables: six minutes on two cores
+# And make test-all runs every test, as CI does; make graphs judges random models against the definition: two minutes, or SECONDS=3600.
 # They set up a virtual environment in .venv once, and again only when the requirements change.
 
 PYTHON ?= python3
@@ -10,17 +10,37 @@ BIN    := $(VENV)/bin
 SECONDS ?= 120
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test graphs sanitize lint types docs docs-serve bench clean
+.PHONY: demo test test-all test-versions graphs known-graphs kernels house sanitize lint types docs docs-serve bench wheels release-check clean
 
 demo: $(VENV)/.lab
+	$(BIN)/varreg noise --task digits --optimizer SGD:momentum=0.9 --lr 0.02 --steps 400 --plan 16,64,256 --out runs/demo-noise
+	$(BIN)/python examples/monitor_digits.py --folder runs/demo-monitor --steps 400 --every 10
 	$(BIN)/varreg compare SGD VRSGD --task digits --out runs/demo
+	@echo "Open runs/demo/report.html (the comparison), runs/demo-monitor/monitor.html (a training) and runs/demo-noise/noise.svg."
 
 test: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(VENV)/.dev  # everything; and the tables of layers and optimizers again, without native code
 	$(BIN)/python -m pytest
-	VARREG_NATIVE=0 $(BIN)/python -m pytest tests/test_conformance.py tests/test_update_rules.py  # once more without native code
+	VARREG_NATIVE=0 $(BIN)/python -m pytest tests/properties/test_conformance.py tests/properties/test_update_rules.py
+
+test-versions:  # the oldest, the pinned and the newest torch; downloads gigabytes
+	.ci/versions $(TESTS)
 
 graphs: $(VENV)/.dev
-	$(BIN)/python -m tests.graphs --seconds $(SECONDS)
+	$(BIN)/python -m tests.properties.graphs --seconds $(SECONDS)
+
+known-graphs: $(VENV)/.dev  # the same ones each time
+	$(BIN)/python -m tests.properties.graphs --seed 100000000 --count 600 --seconds 600
+
+kernels: $(VENV)/.dev  # Triton's: run in the interpreter, and compiled for GPUs that need not be here
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton
+	$(BIN)/python -m tools.kernels --check
+
+house: $(VENV)/.dev  # files, calls and sizes may not grow over what was reached
+	$(BIN)/python -m tools.house --check
+	$(BIN)/python -m tools.picture --check
 
 sanitize: $(VENV)/.dev  # native code under the address and undefined-behaviour sanitizers
 	.ci/sanitize $(BIN)/python
@@ -31,14 +51,23 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(BIN)/mypy
 
-docs: $(VENV)/.docs
-	$(BIN)/mkdocs build --strict --quiet
+docs: $(VENV)/.docs $(VENV)/.dev  # its tables are those of the saved results, its links lead somewhere, its pages fit
+	$(BIN)/python -m tools.tables --check
+	$(BIN)/python -m tools.prose --check
+	$(BIN)/zensical build --clean --strict
+	$(BIN)/python -m pytest tests/test_site.py -n 0
 
 docs-serve: $(VENV)/.docs
-	$(BIN)/mkdocs serve
+	$(BIN)/zensical serve
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.peers
+
+release-check: $(VENV)/.wheels  # build what is published, install it in a new environment, run README's example there
+	$(BIN)/python -m tools.release_check
+
+wheels: $(VENV)/.wheels  # the sdist, and a wheel with prebuilt kernels for each system, into dist/
+	$(BIN)/python -m tools.wheels
 
 clean:
 	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache

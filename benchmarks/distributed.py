@@ -1,10 +1,12 @@
-"""What variance regularization costs under DistributedDataParallel and fully_shard: a step over the plain one, and the bytes that are reduced.
+"""What variance regularization costs under DistributedDataParallel and fully_shard: a step over the
+plain one, and the bytes that are reduced.
 
     .venv/bin/python -m benchmarks.distributed             # about three minutes
 
-Every process has a part of the global batch and one thread. A round is, between barriers, a step with the plain model and one with the observed model
-(momentum 0.9 both), in turn; ratios are medians over rounds on rank 0, with the 10 % and 90 % quantiles. Bytes are those given to collectives of the
-backward pass and the step, counted.
+Every process has a part of the global batch and one thread. A round is, between barriers, a step
+with the plain model and one with the observed model (momentum 0.9 both), in turn; ratios are
+medians over rounds on rank 0, with the 10 % and 90 % quantiles. Bytes are those given to
+collectives of the backward pass and the step, counted.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tools.tables import speed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -28,17 +31,17 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import varreg
-from varreg.lab import timing
+from varreg.lab.bench import timing
+from varreg.lab.bench.workloads import WORKLOADS, Workload, built
 from varreg.lab.environment import machine
 from varreg.lab.store import write_json
-from varreg.lab.workloads import WORKLOADS, Workload, built
 
 NAMES = ("paper's CNN, batch 100", "LeNet on CIFAR, batch 100")
 ARMS = ("plain", "exact", "groups=8")
 
 
 def build(w: Workload, arm: str, sharded: bool, rank: int, world: int) -> Callable[[], None]:
-    """A training step."""
+    """Return a training step."""
     net, x, y = built(w)
     n = len(x) // world
     x, y = x[rank * n : (rank + 1) * n], y[rank * n : (rank + 1) * n]
@@ -61,20 +64,23 @@ def build(w: Workload, arm: str, sharded: bool, rank: int, world: int) -> Callab
 
 
 def counted(step: Callable[[], None]) -> int:
-    """Bytes that a step gives to collectives, all-gathers of parameters left out."""
-    found = 0
+    """Return the bytes that a step gives to collectives, all-gathers of parameters left out."""
+    sent = 0
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes lines of its own
     with torch.profiler.profile(record_shapes=True) as profile:
         step()
     for event in profile.events() or []:
         if event.name.startswith("gloo:") and "gather" not in event.name:
-            found += 4 * sum(torch.Size(shape).numel() for shape in event.input_shapes if shape)
-    return found
+            sent += 4 * sum(torch.Size(shape).numel() for shape in event.input_shapes if shape)
+    return sent
 
 
 def work(rank: int, world: int, folder: str, name: str, sharded: bool, seconds: float) -> None:
+    """Measure all arms in one of the processes; the first one writes the result."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
+    )
     steps = {arm: build(WORKLOADS[name], arm, sharded, rank, world) for arm in ARMS}
     for step in steps.values():
         for _ in range(3):
@@ -99,34 +105,44 @@ def work(rank: int, world: int, folder: str, name: str, sharded: bool, seconds: 
 
 
 def measure(name: str, world: int, sharded: bool, seconds: float) -> dict[str, Any]:
+    """Return a line of the table."""
     with tempfile.TemporaryDirectory() as folder:
         spawn(work, (world, folder, name, sharded, seconds), world)
-        found = json.loads(Path(folder, "result.json").read_text())
-    times = found["times"]
-    row: dict[str, Any] = {"plain_ms": 1e3 * timing.quantile(times["plain"], 0.5), "rounds": len(times["plain"])}
-    return {**row, "bytes": found["bytes"], **{arm: timing.ratio(times[arm], times["plain"]) for arm in ARMS[1:]}}
+        result = json.loads(Path(folder, "result.json").read_text())
+    times = result["times"]
+    row: dict[str, Any] = {
+        "plain_ms": 1e3 * timing.quantile(times["plain"], 0.5),
+        "rounds": len(times["plain"]),
+    }
+    return {
+        **row,
+        "bytes": result["bytes"],
+        **{arm: timing.ratio(times[arm], times["plain"]) for arm in ARMS[1:]},
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Read the command line, measure, print and save."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=15.0, help="for each line of the table")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/distributed.json"))
     options = parser.parse_args(arguments)
-    results: dict[str, Any] = {"machine": machine(), "date": datetime.date.today().isoformat(), "rows": {}}
-    print(f"{results['date']}, {results['machine']}, one thread per process\n")
-    print("| | ranks | plain step, ms | exact | groups=8 | bytes reduced: plain | exact |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    results: dict[str, Any] = {
+        "machine": machine(),
+        "date": datetime.date.today().isoformat(),
+        "rows": {},
+    }
     for kind, sharded in (("DDP", False), ("fully_shard", True)):
         for name in NAMES if not sharded else NAMES[:1]:
             for world in options.ranks if not sharded else [n for n in options.ranks if n > 1]:
-                row = measure(name, world, sharded, options.seconds)
-                results["rows"][f"{kind}, {name}, {world}"] = row
-                shown = [str(row[arm]) for arm in ARMS[1:]]
-                sent = [f"{row['bytes'][arm]:,}" if world > 1 else "0" for arm in ARMS[:2]]
-                print(
-                    f"| {kind}, {name} | {world} | {row['plain_ms']:.1f} | {' | '.join(shown)} | {' | '.join(sent)} |", flush=True
-                )
+                row = f"{kind}, {name}, {world}"
+                results["rows"][row] = measure(name, world, sharded, options.seconds)
+                print(f"{row}: measured", flush=True)
+    print(f"\n{results['date']}, {results['machine']}, one thread per process\n")
+    print(speed.distributed(results))
     write_json(options.out, results)
 
 

@@ -1,10 +1,11 @@
-"""What the first observed step takes: trials, plans, and the compilation of native code are in it.
+"""What the first observed step takes: trials and plans are in it.
 
     .venv/bin/python -m benchmarks.first_step        # about a minute
 
-Each workload runs in a process of its own, forward and backward: a few plain steps to warm torch up, the first
-observed step, and then more of them. Native code is built before, so that its compilation (a few seconds, once
-per machine) is not in it. Results go to `benchmarks/results/first_step.json`.
+Each workload runs in a process of its own, forward and backward: a few plain steps to warm torch
+up, the first observed step, and then more of them. Native code is built before, so that its
+compilation (a few seconds, once per machine) is not in it. Results go to
+`benchmarks/results/first_step.json`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tools.tables import speed
 
 import varreg
 from varreg import native
+from varreg.lab.bench.workloads import WORKLOADS, built, call
 from varreg.lab.environment import machine
-from varreg.lab.workloads import WORKLOADS, built, call
 
 RESULTS = Path(__file__).parent / "results" / "first_step.json"
 
@@ -43,17 +45,20 @@ def measure(name: str) -> dict[str, Any]:
     plain = [step() for _ in range(6)][1:]
     varreg.observe(model)
     first, *warm = [step() for _ in range(8)]
-    return {"name": name, "plain": statistics.median(plain), "first": first, "warm": statistics.median(warm[2:])}
+    return {
+        "name": name,
+        "plain": statistics.median(plain),
+        "first": first,
+        "warm": statistics.median(warm[2:]),
+    }
 
 
 def main() -> None:
     """Measure all workloads, print the table and save it."""
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         rows = [pool.apply(measure, (name,)) for name in WORKLOADS]
-    print("| workload | plain step | first observed step | a later one |\n| --- | --- | --- | --- |")
-    for r in rows:
-        print(f"| {r['name']} | {r['plain']:.3f} s | {r['first']:.2f} s | {r['warm']:.3f} s |")
     saved = {"date": datetime.date.today().isoformat(), "machine": machine(), "rows": rows}
+    print(speed.first_step(saved))
     RESULTS.write_text(json.dumps(saved, indent=1, ensure_ascii=False) + "\n")
 
 

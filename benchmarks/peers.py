@@ -1,12 +1,15 @@
-"""Every tool that can give the second moment of per-sample gradients, on every workload, interleaved in one run.
+"""Every tool that can give the second moment of per-sample gradients, on every workload,
+interleaved in one run.
 
     make bench                                      # all workloads, about 10 minutes
     python -m benchmarks.peers --only LeNet --seconds 20
 
-A step is zero_grad, forward, backward (with moments) and SGD step. The figure is the median over rounds of the ratio to the plain
-step of the same round, with the 10 % and 90 % quantiles; memory is the peak that a fresh process needs for it, as a ratio to the plain
-step's. Peers compute the second moment only. Before it is timed, each tool's second moments of the first step are
-compared with those of a loop over samples: a tool that raises, misses a parameter or is off is shown as such, not timed.
+A step is zero_grad, forward, backward (with moments) and SGD step. The figure is the median over
+rounds of the ratio to the plain step of the same round, with the 10 % and 90 % quantiles; memory is
+the peak that a fresh process needs for it, as a ratio to the plain step's. Peers compute the second
+moment only. Before it is timed, each tool's second moments of the first step are compared with
+those of a loop over samples: a tool that raises, misses a parameter or is off is shown as such, not
+timed.
 """
 
 from __future__ import annotations
@@ -19,24 +22,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tools.tables import speed
 from torch import Tensor, nn
 
 import varreg
-from varreg.lab import timing
+from varreg.lab.bench import timing
+from varreg.lab.bench.workloads import WORKLOADS, Workload, built, part
 from varreg.lab.environment import machine
 from varreg.lab.store import write_json
-from varreg.lab.workloads import WORKLOADS, Workload, built, part
 
 Step = Callable[[], None]
-Read = Callable[[], list[Tensor]]  # the second moments (1/m) Σ g_i² of the last step, parameter by parameter
+Read = Callable[[], list[Tensor]]
+"""Returns the second moments (1/m) Σ g_i² of the last step, parameter by parameter."""
 
 
 def _setup(w: Workload) -> tuple[nn.Module, torch.optim.Optimizer, Tensor, Tensor]:
+    """Return model, optimizer, inputs and targets."""
     model, x, y = built(w)
     return model, torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9), x, y
 
 
 def plain(w: Workload) -> tuple[Step, Read]:
+    """Return a step without moments."""
     model, optimizer, x, y = _setup(w)
 
     def step() -> None:
@@ -48,6 +55,8 @@ def plain(w: Workload) -> tuple[Step, Read]:
 
 
 def _varreg(groups: int | None) -> Callable[[Workload], tuple[Step, Read]]:
+    """Return what makes a step with varreg."""
+
     def make(w: Workload) -> tuple[Step, Read]:
         model, optimizer, x, y = _setup(w)
         varreg.observe(model, groups=groups)
@@ -58,7 +67,9 @@ def _varreg(groups: int | None) -> Callable[[Workload], tuple[Step, Read]]:
             optimizer.step()
 
         def read() -> list[Tensor]:
-            return [m.second_moment for p in model.parameters() if (m := varreg.moments(p)) is not None]
+            return [
+                m.second_moment for p in model.parameters() if (m := varreg.moments(p)) is not None
+            ]
 
         return step, read
 
@@ -66,6 +77,8 @@ def _varreg(groups: int | None) -> Callable[[Workload], tuple[Step, Read]]:
 
 
 def _backpack(name: str) -> Callable[[Workload], tuple[Step, Read]]:
+    """Return what makes a step with an extension of BackPACK."""
+
     def make(w: Workload) -> tuple[Step, Read]:
         import backpack
         from backpack import extensions
@@ -82,9 +95,17 @@ def _backpack(name: str) -> Callable[[Workload], tuple[Step, Read]]:
 
         def read() -> list[Tensor]:
             if name == "SumGradSquared":
-                return [len(x) * p.sum_grad_squared for p in model.parameters() if hasattr(p, "sum_grad_squared")]
+                return [
+                    len(x) * p.sum_grad_squared
+                    for p in model.parameters()
+                    if hasattr(p, "sum_grad_squared")
+                ]
             scale = len(x) ** 2  # of the gradients of a mean loss
-            return [p.variance * scale + p.grad.square() for p in model.parameters() if hasattr(p, "variance")]
+            return [
+                p.variance * scale + p.grad.square()
+                for p in model.parameters()
+                if hasattr(p, "variance")
+            ]
 
         return step, read
 
@@ -92,6 +113,7 @@ def _backpack(name: str) -> Callable[[Workload], tuple[Step, Read]]:
 
 
 def opacus(w: Workload) -> tuple[Step, Read]:
+    """Return a step with Opacus."""
     from opacus.grad_sample import GradSampleModule
 
     model, _, x, y = _setup(w)
@@ -110,6 +132,7 @@ def opacus(w: Workload) -> tuple[Step, Read]:
 
 
 def vmap(w: Workload) -> tuple[Step, Read]:
+    """Return a step with torch.func."""
     model, optimizer, x, y = _setup(w)
 
     def loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -130,6 +153,7 @@ def vmap(w: Workload) -> tuple[Step, Read]:
 
 
 def loop(w: Workload) -> tuple[Step, Read]:
+    """Return a step that takes one sample at a time: the definition."""
     model, optimizer, x, y = _setup(w)
 
     squares = [torch.zeros_like(p) for p in model.parameters()]
@@ -164,25 +188,30 @@ ARMS: dict[str, Callable[[Workload], tuple[Step, Read]]] = {
 
 
 def first_moments(arm: str, w: Workload) -> list[Tensor]:
+    """Return the second moments of an arm's first step."""
     step, read = ARMS[arm](w)
     step()
     return read()
 
 
 def check(actual: list[Tensor], truth: list[Tensor]) -> None:
+    """Raise unless second moments are those of the definition."""
     if len(actual) != len(truth):
         raise ValueError(f"gives moments for {len(actual)} of {len(truth)} parameters")
-    worst = max(float((a - b).norm() / b.norm()) for a, b in zip(actual, truth, strict=True) if b.norm() > 0)
+    worst = max(
+        float((a - b).norm() / b.norm()) for a, b in zip(actual, truth, strict=True) if b.norm() > 0
+    )
     if worst > 1e-2:
         raise ValueError(f"second moments are off by {worst:.0%}")
 
 
 def said(error: Exception) -> str:
-    """In a few words, for a table."""
+    """Return an error in a few words, for a table."""
     return str(error) if type(error) is ValueError else f"raises {type(error).__name__}"
 
 
 def measure(w: Workload, arms: list[str], seconds: float) -> dict[str, Any]:
+    """Return the ratios of all arms on a workload, and why arms are left out."""
     steps: dict[str, Callable[[], timing.Parts]] = {}
     rows: dict[str, Any] = {}
     truth = first_moments(LOOP, w)
@@ -195,46 +224,39 @@ def measure(w: Workload, arms: list[str], seconds: float) -> dict[str, Any]:
         except Exception as error:  # noqa: PERF203
             steps.pop(name, None)
             rows[name] = {"error": said(error)}
-    times = {name: timing.whole(found) for name, found in timing.rounds(steps, seconds).items()}
-    for name, found in times.items():
-        middle = 1e3 * timing.quantile(found, 0.5)
-        rows[name] = {"ratio": timing.ratio(found, times["plain"]), "rounds": len(found), "milliseconds": middle}
+    times = {name: timing.totals(each) for name, each in timing.rounds(steps, seconds).items()}
+    for name, each in times.items():
+        middle = 1e3 * timing.quantile(each, 0.5)
+        rows[name] = {
+            "ratio": timing.ratio(each, times["plain"]),
+            "rounds": len(each),
+            "milliseconds": middle,
+        }
     return rows
 
 
 def peak(arm: str, w: Workload) -> timing.Peak:
-    """Of this process, which should be a fresh one."""
+    """Return the peak memory of an arm in this process, which should be a fresh one."""
     few = w._replace(batch=lambda: part(w.batch(), slice(0, 2)))
     return timing.peak(lambda: plain(few)[0](), lambda: ARMS[arm](w)[0])
 
 
 def _peak(arm: str, workload: str, threads: int) -> timing.Peak:
+    """Return the peak memory of this process, which is a fresh one."""
     torch.set_num_threads(threads)
     warnings.simplefilter("ignore")
     return peak(arm, WORKLOADS[workload])
 
 
-def cell(row: dict[str, Any]) -> str:
-    if "error" in row:
-        return str(row["error"])
-    memory = f"; {row['memory']:.2f}" if row.get("memory") else ""
-    ratio = timing.Ratio(*row["ratio"])
-    return f"**{ratio.middle:.2f}** ({ratio.low:.2f}–{ratio.high:.2f}){memory}"
-
-
-def table(results: dict[str, dict[str, Any]]) -> str:
-    """In Markdown."""
-    lines = ["| | " + " | ".join(results) + " |", "| --- |" + " --- |" * len(results)]
-    for arm in next(iter(results.values())):
-        lines += [f"| {arm} | " + " | ".join(cell(rows[arm]) for rows in results.values()) + " |"]
-    lines.append("| plain step, ms | " + " | ".join(f"{rows['plain']['milliseconds']:.0f}" for rows in results.values()) + " |")
-    return "\n".join(lines)
-
-
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Read the command line, measure, and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="run the workloads whose name contains this")
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS), help="the tools to run")
+    parser.add_argument(
+        "--arms", nargs="+", default=list(ARMS), choices=list(ARMS), help="the tools to run"
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="time per workload")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--no-memory", action="store_true", help="skip the memory measurement")
@@ -251,14 +273,19 @@ def main(arguments: list[str] | None = None) -> None:
         rows = measure(WORKLOADS[name], arms, options.seconds)
         results[name] = {arm: rows[arm] for arm in arms}
         if timing.PEAK_IS_KNOWN and not options.no_memory:
-            used = {arm: timing.in_a_fresh_process(_peak, arm, name, options.threads) for arm in arms if "error" not in rows[arm]}
-            for arm, found in used.items():
-                rows[arm]["memory"] = found.own / used["plain"].own
+            used = {
+                arm: timing.in_a_fresh_process(_peak, arm, name, options.threads)
+                for arm in arms
+                if "error" not in rows[arm]
+            }
+            for arm, peak_of_arm in used.items():
+                rows[arm]["memory"] = peak_of_arm.training / used["plain"].training
         print(f"{name}: measured", flush=True)
     head = f"{datetime.date.today()}, {machine()}"
-    print(f"\nMeasured {head}.\n\n{table(results)}")
+    saved = {"measured": head, "results": results}
+    print(f"\nMeasured {head}.\n\n{speed.peers(saved)}")
     if options.json:
-        write_json(options.json, {"measured": head, "results": results})
+        write_json(options.json, saved)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Variance regularization in Lightning: the optimizer is returned by `configure_optimizers`, as any other, and λ is logged."""
+"""Variance regularization in Lightning: the optimizer is returned by `configure_optimizers`, as any
+other, and λ is logged.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Digits(lightning.LightningModule):
             self.observer.remove()  # so that a second fit() may observe again
 
     def configure_optimizers(self) -> Any:
-        optimizer = varreg.VRSGD(self.model.parameters(), lr=self.lr, momentum=0.9, history="geometric")  # the second
+        optimizer = varreg.VRSGD(
+            self.model.parameters(), lr=self.lr, momentum=0.9, calibrate=True
+        )  # the second
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)]
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
@@ -55,6 +59,7 @@ class Digits(lightning.LightningModule):
 
 
 def main() -> None:
+    """Train and test."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch", type=int, default=32, help="samples in a micro-batch")
@@ -72,7 +77,9 @@ def main() -> None:
         accumulate_grad_batches=options.accumulate,
         gradient_clip_val=1.0,
         precision=options.precision,
-        callbacks=[ModelCheckpoint(options.folder, "{epoch}", save_top_k=-1)] if options.folder else None,
+        callbacks=[ModelCheckpoint(options.folder, "{epoch}", save_top_k=-1)]
+        if options.folder
+        else None,
         enable_checkpointing=options.folder is not None,
         logger=False,
         accelerator="cpu",
@@ -81,7 +88,11 @@ def main() -> None:
     module, dataset = Digits(options.lr), TensorDataset(x, y)
     # Shuffled by the number of the epoch alone, so that a resumed run sees the same batches.
     order: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=1, rank=0)
-    trainer.fit(module, DataLoader(dataset, options.batch, sampler=order, drop_last=True), ckpt_path=options.resume)
+    trainer.fit(
+        module,
+        DataLoader(dataset, options.batch, sampler=order, drop_last=True),
+        ckpt_path=options.resume,
+    )
     trainer.test(module, DataLoader(TensorDataset(x_test, y_test), 512))
 
 

@@ -1,8 +1,9 @@
-"""A training loop with and without variance regularization, and the control that tells a better step from a longer one.
+"""A training loop with and without variance regularization, and the control that tells a better
+step from a longer one.
 
-The change to the loop is two lines, marked below. Four arms: SGD; VR-SGD; VR-SGD with the geometric history; and SGD with its learning
-rate multiplied by the mean λ that VR-SGD had, weighted by squared gradients. Where the last arm does as well as the second, it was the
-length of the steps.
+The change to the loop is two lines, marked below. Four arms: SGD; VR-SGD; VR-SGD with the geometric
+history; and SGD with its learning rate multiplied by the mean λ that VR-SGD had, weighted by
+squared gradients. Where the last arm does as well as the second, it was the length of the steps.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from varreg.tables import table
 
 
 def train(make: Any, epochs: int, batch: int, seed: int) -> tuple[float, float, float]:
-    """Mean training loss of the last epoch, test accuracy, and the mean effective λ."""
+    """Return the mean training loss of the last epoch, test accuracy, and the mean effective λ."""
     torch.manual_seed(seed)
     x, y, x_test, y_test = data(seed)
     model: nn.Module = digits_cnn()
@@ -45,7 +46,10 @@ def train(make: Any, epochs: int, batch: int, seed: int) -> tuple[float, float, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Train with VR-SGD, with SGD, and with SGD at the longer step."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=0.05)
@@ -67,8 +71,13 @@ def main() -> None:
     for name, results in arms.items():
         loss, accuracy, lam = zip(*results, strict=True)
         spread = f"{statistics.mean(loss):.3f} ({min(loss):.3f}–{max(loss):.3f})"
-        rows.append((name, f"{statistics.mean(lam):.2f}", spread, f"{statistics.mean(accuracy):.1%}"))
-    print(f"digits, {options.epochs} epochs of batches of {options.batch}, lr {lr}, mean (range) over {options.seeds} seeds\n")
+        rows.append(
+            (name, f"{statistics.mean(lam):.2f}", spread, f"{statistics.mean(accuracy):.1%}")
+        )
+    print(
+        f"digits, {options.epochs} epochs of batches of {options.batch}, lr {lr}, mean (range) "
+        f"over {options.seeds} seeds\n"
+    )
     print(table(("arm", "effective λ", "training loss", "test accuracy"), rows, total=False))
 
 

@@ -1,10 +1,13 @@
-"""Train on scikit-learn's digits in several processes, with VR-SGD, and go on from the last whole checkpoint if one of them dies.
+r"""Train on scikit-learn's digits in several processes, with VR-SGD, and go on from the last
+complete checkpoint if one of them dies.
 
     torchrun --nproc-per-node 2 examples/torchrun_digits.py
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc-per-node 2 --max-restarts 3 examples/torchrun_digits.py --folder runs/torchrun
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc-per-node 2 --max-restarts 3 \
+        examples/torchrun_digits.py --folder runs/torchrun
 
-The second one starts all processes again if one of them dies. (Without the variable they may meet at the addresses of those that are dead:
-pytorch/pytorch#135712.) Started without torchrun, it is one process, which takes the same steps up to rounding.
+The second one starts all processes again if one of them dies. (Without the variable they may meet
+at the addresses of those that are dead: pytorch/pytorch#135712.) Started without torchrun, it is
+one process, which takes the same steps up to rounding.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ from varreg.lab.models import digits_cnn
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Whole or not at all: into a file of another name, through to the disk, and then under its own."""
+    """Write a checkpoint whole or not at all: into a file of another name, through to the disk, and
+    then under its name.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     begun = path.with_suffix(".tmp")
     with begun.open("wb") as file:
@@ -38,23 +43,44 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 
 def last_saved(folder: Path) -> dict[str, Any] | None:
-    """The last whole checkpoint. The end of a zip file, which is what torch saves, lists what is in it: without one, it was cut short."""
-    whole = [path for path in sorted(folder.glob("epoch-*.pt")) if zipfile.is_zipfile(path)]
-    return torch.load(whole[-1], weights_only=True) if whole else None
+    """Return the last complete checkpoint. The end of a zip file, which is what torch saves, lists
+    what is in it: without one, it was cut short.
+    """
+    complete = [path for path in sorted(folder.glob("epoch-*.pt")) if zipfile.is_zipfile(path)]
+    return torch.load(complete[-1], weights_only=True) if complete else None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Train in one of the processes, from the last checkpoint on."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--batch", type=int, default=64, help="samples in a step, of all processes together")
+    parser.add_argument(
+        "--batch", type=int, default=64, help="samples in a step, of all processes together"
+    )
     parser.add_argument("--lr", type=float, default=0.05)
-    parser.add_argument("--folder", type=Path, help="save a checkpoint here after each epoch, and go on from the last one")
-    parser.add_argument("--timeout", type=float, default=60, help="seconds to wait for another process before it is an error")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="save a checkpoint here after each epoch, and go on from the last one",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=60,
+        help="seconds to wait for another process before it is an error",
+    )
     parser.add_argument("--float64", action="store_true", help="in double precision")
     options = parser.parse_args()
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets them
+    rank, world = (
+        int(os.environ.get("RANK", 0)),
+        int(os.environ.get("WORLD_SIZE", 1)),
+    )  # torchrun sets them
     if options.batch % world:
-        parser.error(f"a batch of {options.batch} cannot be shared out evenly between {world} processes")
+        parser.error(
+            f"a batch of {options.batch} cannot be shared out evenly between {world} processes"
+        )
     if world > 1:
         dist.init_process_group("gloo", timeout=timedelta(seconds=options.timeout))
     if options.float64:
@@ -75,12 +101,15 @@ def main() -> None:
         optimizer.load_state_dict(saved["optimizer"])
         first = saved["epoch"] + 1
     parallel = DistributedDataParallel(model) if world > 1 else model
-    # DDP puts gradients into another order after its first backward, and the last bits of a sum over more than two processes depend on it.
+    # DDP puts gradients into another order after its first backward, and the last bits of a sum
+    # over more than two processes depend on it.
     # With a backward for nothing, all steps have the same order, also those of a run that goes on.
     F.cross_entropy(parallel(x[:1]), y[:1]).backward()
 
     for epoch in range(first, options.epochs + 1):
-        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch))  # of the epoch alone: nothing else to save
+        order = torch.randperm(
+            len(x), generator=torch.Generator().manual_seed(epoch)
+        )  # of the epoch alone: nothing else to save
         for batch in order.split(options.batch)[: len(x) // options.batch]:
             mine = batch[rank::world]  # the same number for all: then samples weigh the same
             optimizer.zero_grad()
@@ -88,14 +117,22 @@ def main() -> None:
             optimizer.step()  # with the moments of the whole batch, and so the same on all
         if rank == 0:
             if options.folder:
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+                state = {
+                    "model": model.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "epoch": epoch,
+                }
                 save(options.folder / f"epoch-{epoch:03d}.pt", state)
             with torch.no_grad():
                 output = model(x_test)
-            loss, accuracy = F.cross_entropy(output, y_test), (output.argmax(1) == y_test).double().mean()
+            loss, accuracy = (
+                F.cross_entropy(output, y_test),
+                (output.argmax(1) == y_test).double().mean(),
+            )
             whole = optimizer.lambda_summary().model
             print(
-                f"epoch {epoch}: test loss {loss:.4f}, accuracy {accuracy:.1%}, mean λ {whole.mean if whole else 1:.4f}",
+                f"epoch {epoch}: test loss {loss:.4f}, accuracy {accuracy:.1%}, mean λ "
+                f"{whole.mean if whole else 1:.4f}",
                 flush=True,
             )
     if world > 1:

@@ -1,5 +1,28 @@
+"""What holds for all tests: seeds, precision and threads; and which of them `make test` leaves out.
+
+`make test` leaves out what is marked `slow`; `make test-all`, and pytest by itself, run everything.
+Of a table whose test is marked `sampled(n)`, the rows outside of the sample are `slow`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+
+# So that processes that tests start have one thread each, as the tests have: two workers fill two
+# cores, and OpenMP's threads spin while they wait for each other. Before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
 import pytest
 import torch
+
+# A machine that is busy is no reason to fail.
+hypothesis.settings.register_profile(
+    "varreg", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("varreg")
 
 
 @pytest.fixture(autouse=True)
@@ -11,3 +34,27 @@ def _repeatable():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(default)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow all rows of sampled tables that are not in the sample.
+
+    A row is in the sample of a test marked `sampled(n)` if it is the first of its family, which is
+    the first word of its name without a number at its end, or if the CRC-32 of the test's and the
+    row's name is divisible by n. The same rows come out on every machine, and a row that is added
+    changes nothing for the others.
+    """
+    seen = set()
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is None or not hasattr(item, "callspec"):
+            continue
+        row = item.callspec.id
+        family = (
+            item.parent.nodeid,
+            item.originalname,
+            re.match(r"[^-/ ]*", row)[0].rstrip("0123456789"),
+        )
+        if family in seen and zlib.crc32(f"{item.originalname}[{row}]".encode()) % sampled.args[0]:
+            item.add_marker(pytest.mark.slow)
+        seen.add(family)

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support import update_rules
 from varreg import regularizer as vr
-
-from . import update_rules
 
 S = [0.0, 0.1, 1 / math.e, 1.0, 2.0, 16.0]
 R = torch.tensor([0.0, 0.2, 0.9, 1.0, 1.1, 3.0, 100.0, math.inf], dtype=torch.float64)
@@ -56,7 +55,13 @@ def test_lambda0_of_a_negative_s():
 
 @pytest.mark.parametrize("kind", vr.HISTORIES)
 @settings(deadline=None)
-@given(st.lists(st.one_of(st.floats(1e-6, 1e6), st.sampled_from([0.0, math.inf, math.nan])), min_size=1, max_size=12))
+@given(
+    st.lists(
+        st.one_of(st.floats(1e-6, 1e6), st.sampled_from([0.0, math.inf, math.nan])),
+        min_size=1,
+        max_size=12,
+    )
+)
 def test_histories_against_their_definition(kind, rhos):
     history, count = torch.zeros(1), torch.zeros(1)
     past = []
@@ -124,9 +129,15 @@ BAD = [
     ({"s": math.nan}, "s must be a finite number from 0 up"),
     ({"s": "2"}, "s must be a finite number from 0 up"),
     ({"form": "linear"}, "form must be one of 'rational', 'sigmoid', 'affine'; got 'linear'"),
-    ({"history": "median"}, "history must be one of 'sum', 'mean', 'ema', 'geometric', 'harmonic'; got 'median'"),
+    (
+        {"history": "median"},
+        "history must be one of 'sum', 'mean', 'ema', 'geometric', 'harmonic'; got 'median'",
+    ),
     ({"per": "layer"}, "per must be one of 'element', 'tensor', 'model'; got 'layer'"),
-    ({"lambda_min": 2.0, "lambda_max": 1.0}, "lambda_min must not be above lambda_max; got 2.0 and 1.0"),
+    (
+        {"lambda_min": 2.0, "lambda_max": 1.0},
+        "lambda_min must not be above lambda_max; got 2.0 and 1.0",
+    ),
     ({"lambda_min": -0.1}, "lambda_min must be a finite number from 0 up, or None"),
     ({"lambda_max": math.inf}, "lambda_max must be a finite number from 0 up, or None"),
     ({"history_beta": 1.0}, "history_beta must be from 0 up to below 1"),

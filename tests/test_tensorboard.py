@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -19,27 +21,66 @@ def test_what_is_written_is_what_was_measured(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
     observer = varreg.observe(model)
     optimizer = varreg.VRSGD(model.parameters(), lr=0.1)
-    expected: dict[str, list[float]] = {"rho/0": [], "noise_scale": [], "lambda/effective": [], "lambda/2.weight/mean": []}
+    expected: dict[str, list[float]] = {
+        "rho/0": [],
+        "noise_scale": [],
+        "lambda/effective": [],
+        "lambda/2.weight/mean": [],
+    }
     with SummaryWriter(tmp_path) as writer:
         for step in range(3):
             optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(torch.randn(8, 4)), torch.randint(0, 2, (8,))).backward()
+            torch.nn.functional.cross_entropy(
+                model(torch.randn(8, 4)), torch.randint(0, 2, (8,))
+            ).backward()
             optimizer.step()
-            log(writer, step, observer, optimizer)
+            log(writer, step, observer, optimizer, layers=True)
             first = [varreg.moments(p) for p in model[0].parameters()]
-            expected["rho/0"].append(float(sum(m.variance.sum() for m in first) / sum(m.mean.square().sum() for m in first)))
+            expected["rho/0"].append(
+                float(
+                    sum(m.variance.sum() for m in first) / sum(m.mean.square().sum() for m in first)
+                )
+            )
             expected["noise_scale"].append(observer.summary().model.noise_scale)
             weights = [p.grad.square() for p in model.parameters()]
             lams = [optimizer.lambda_of(p) for p in model.parameters()]
             expected["lambda/effective"].append(
-                float(sum((w * lam).sum() for w, lam in zip(weights, lams, strict=True)) / sum(w.sum() for w in weights))
+                float(
+                    sum((w * lam).sum() for w, lam in zip(weights, lams, strict=True))
+                    / sum(w.sum() for w in weights)
+                )
             )
-            expected["lambda/2.weight/mean"].append(float(optimizer.lambda_of(model[2].weight).mean()))
+            expected["lambda/2.weight/mean"].append(
+                float(optimizer.lambda_of(model[2].weight).mean())
+            )
     events = EventAccumulator(str(tmp_path)).Reload()
     for tag, values in expected.items():
         found = events.Scalars(tag)
-        assert [e.step for e in found] == [0, 1, 2]
-        assert [e.value for e in found] == pytest.approx(values, rel=1e-6)
+        finite = {i: x for i, x in enumerate(values) if math.isfinite(x)}
+        assert {e.step: e.value for e in found} == pytest.approx(finite, rel=1e-6)
+    assert all(map(math.isfinite, expected["rho/0"] + expected["lambda/effective"]))
+
+
+def test_the_whole_model_by_default_and_finite_numbers():
+    class Writer(dict):
+        def add_scalar(self, tag, value, step):
+            self[tag] = value
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+    observer = varreg.observe(model)
+    optimizer = varreg.VRSGD(model.parameters(), lr=0.1)
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    few, all_of_them = Writer(), Writer()
+    log(few, 0, observer, optimizer)
+    log(all_of_them, 0, observer, optimizer, layers=True)
+    assert set(few) == {tag for tag in all_of_them if tag.count("/") == tag.startswith("lambda/")}
+    assert few == pytest.approx({tag: all_of_them[tag] for tag in few})
+    model.zero_grad()
+    model(torch.zeros(1, 4)).square().mean().backward()  # one sample has no variance
+    one = Writer()
+    log(one, 0, observer)
+    assert "noise_scale" not in one
 
 
 def test_bad_arguments():

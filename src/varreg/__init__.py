@@ -1,49 +1,34 @@
-"""Gradient variance for PyTorch: measure how much the samples of a mini-batch disagree, and let it set the step."""
+"""Gradient variance for PyTorch: measure how much the samples of a mini-batch disagree, and let it
+set the step.
+
+Names are imported when one is first asked for: torch takes seconds, and `varreg --help` needs none.
+"""
 
 import importlib
+import importlib.util
+from typing import TYPE_CHECKING
 
-from varreg.engine import Moments, Observer, Summary, moments, observe, register_rule
-from varreg.optim import (
-    VRSGD,
-    CosineS,
-    InverseTimeS,
-    LambdaS,
-    VarianceRegularized,
-    VRAdadelta,
-    VRAdagrad,
-    VRAdam,
-    VRAdamW,
-    VRNAdam,
-    VRRMSprop,
-)
-from varreg.verify import Verification, verify
+from varreg.errors import VarregError as VarregError
 
-__version__ = "0.1.0"
-__all__ = [
-    "VRSGD",
-    "CosineS",
-    "InverseTimeS",
-    "LambdaS",
-    "Moments",
-    "Observer",
-    "Summary",
-    "VRAdadelta",
-    "VRAdagrad",
-    "VRAdam",
-    "VRAdamW",
-    "VRNAdam",
-    "VRRMSprop",
-    "VarianceRegularized",
-    "Verification",
-    "__version__",
-    "moments",
-    "observe",
-    "register_rule",
-    "verify",
-]
+if TYPE_CHECKING:
+    from varreg.optim import *  # noqa: F403
+    from varreg.public import *  # noqa: F403
+    from varreg.public import __all__ as __all__
+
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> object:
-    if name == "distributed":  # imported when it is asked for: it needs torch's own, which takes a while
-        return importlib.import_module("varreg.distributed")
+    if importlib.util.find_spec(f"varreg.{name}") is not None:
+        return importlib.import_module(f"varreg.{name}")
+    if not name.startswith("__") or name == "__all__":
+        public = importlib.import_module("varreg.public")
+        names: dict[str, object] = {each: getattr(public, each) for each in public.__all__}
+        globals().update(names, __all__=public.__all__)
+        if name in globals():
+            return globals()[name]
     raise AttributeError(f"module 'varreg' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})  # type: ignore[misc]

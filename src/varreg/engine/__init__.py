@@ -1,8 +1,19 @@
 """Batch → moments: what each sample's gradient says, out of one ordinary backward pass."""
 
-from varreg.engine.ledger import Moments, moments
-from varreg.engine.modules import register_rule
+from varreg.engine.mean_variance import Moments
+from varreg.engine.mechanisms.by_module import register_rule
+from varreg.engine.noise_summary import Summary
+from varreg.engine.norm_report import Norms
 from varreg.engine.observer import Observer, observe
-from varreg.engine.summary import Summary
+from varreg.engine.parameters import is_observed, moments
 
-__all__ = ["Moments", "Observer", "Summary", "moments", "observe", "register_rule"]
+__all__ = [
+    "Moments",
+    "Norms",
+    "Observer",
+    "Summary",
+    "is_observed",
+    "moments",
+    "observe",
+    "register_rule",
+]

@@ -1,7 +1,16 @@
-"""Marks: what the forward that runs knows of a tensor, kept at the tensor itself.
+"""Marks: what the running forward knows about a tensor.
 
-A mark says where the tensor carries the batch, or that it is made of parameters alone. It holds
-for one forward, told by its number; each thread has a forward of its own.
+A mark says where the tensor carries the batch, or that it is made of parameters alone. Marks belong
+to the running forward of a thread: `RUNNING` has its number, and each mark has the number of the
+forward that made it. A mark of another forward means nothing. If observed models are nested, marks
+belong to the forward of the outermost one. Inputs and outputs lose their marks when that forward
+ends.
+
+A mark is an attribute of the tensor, and not an entry in a table of the forward, for three reasons.
+A table by id must keep every intermediate tensor alive, since Python reuses ids. A table of weak
+references loses tensors that only the autograd graph holds for a while, and that return to Python
+later as the same tensor. And an attribute is the cheapest to look up: every call of a torch
+function in a forward looks up the marks of all its tensors.
 """
 
 from __future__ import annotations
@@ -10,68 +19,74 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from varreg.engine.arguments import tensors_of
-from varreg.engine.layout import Layout, Lost, Owners, Ragged, Single, Summed, Where, only_sample
+from varreg.engine.trace.layout import (
+    Layout,
+    Lost,
+    Owners,
+    Ragged,
+    Single,
+    Summed,
+    Where,
+    only_sample,
+)
+from varreg.thresholds import LAYOUTS
 
-_MARK = "_varreg_where"
+MARK = "_varreg_where"
+"""The attribute of a tensor that holds its mark: (number of the forward, payload)."""
 
 
 class Derived:
-    """Marks a tensor that was made of parameters alone."""
+    """The mark of a tensor that is made of parameters alone."""
 
 
 DERIVED = Derived()
-_layout = functools.lru_cache(maxsize=256)(Layout)
-_counter = itertools.count(1)
+_layout = functools.lru_cache(maxsize=LAYOUTS)(Layout)
+_numbers = itertools.count(1)
 
 
-class _Forward(threading.local):
-    """The forward that runs in this thread: marks of another one mean nothing."""
+class Running(threading.local):
+    """The number of the running forward in this thread."""
 
     number = 0
 
 
-_forward = _Forward()
+RUNNING = Running()
 
-# A mark is kept as plain numbers, strings and tensors, so that a marked tensor can still be saved
-# and loaded by anyone. The kind is told by the length.
+# A payload has only plain numbers, strings and tensors, so that a marked tensor can be saved, and
+# loaded without varreg. Its length is its kind. Of length 1 are `Single`, `Summed` (see `mark_of`),
+# and `CONSTANT`, which is recognised by identity.
 _DERIVED, _SINGLE, _LOST, _RAGGED, _LAYOUT, _UNSEEN = 0, 1, 2, 3, 4, 5
 
 
-def new_epoch() -> None:
-    """Begin a forward in this thread."""
-    _forward.number = next(_counter)
-
-
-def current_epoch() -> int:
-    """Return the number of the forward that runs in this thread."""
-    return _forward.number
+def begin_forward() -> None:
+    """Begin a new forward in this thread: earlier marks lose their meaning."""
+    RUNNING.number = next(_numbers)
 
 
 @contextlib.contextmanager
-def epoch(number: int) -> Iterator[None]:
-    """Go back to an earlier forward, of which a checkpoint runs a part again."""
-    before, _forward.number = _forward.number, number
+def marks_of_forward(number: int) -> Iterator[None]:
+    """Make the marks of an earlier forward valid again: a checkpoint runs a part of it."""
+    before, RUNNING.number = RUNNING.number, number
     try:
         yield
     finally:
-        _forward.number = before
+        RUNNING.number = before
 
 
 def payload_of(t: Tensor) -> tuple[Any, ...] | None:
-    """Return a tensor's mark, if it has one of this forward, as it is kept."""
-    kept = t.__dict__.get(_MARK)
-    return None if kept is None or kept[0] != _forward.number or kept[1] is _CONSTANT else kept[1]
+    """Return the payload of a tensor's mark in this forward; None without one."""
+    found = t.__dict__.get(MARK)
+    return None if found is None or found[0] != RUNNING.number or found[1] is CONSTANT else found[1]
 
 
 def mark_of(t: Tensor) -> Where | Derived | None:
-    """Return what is known of a tensor in this forward."""
+    """Return the mark that a tensor has in this forward; None without one."""
     payload = payload_of(t)
     if payload is None:
         return None
@@ -82,33 +97,38 @@ def mark_of(t: Tensor) -> Where | Derived | None:
         return Lost(*payload)
     if kind == _RAGGED:
         return Ragged(payload[0], payload[1], Owners(payload[2]))
-    if kind == _SINGLE:
+    if kind == _SINGLE:  # one entry is a pair: a sample, or a sum over all of them
         batch, sample = payload[0]
         return Summed(batch) if sample is None else Single(batch, sample)
     return DERIVED
 
 
 def is_unseen(t: Tensor) -> bool:
-    """Was the tensor marked without gradients, and has one now? Something unseen gave it one.
+    """Return whether the tensor had no grad_fn when it was marked and has one now: an operation
+    that the tracer did not see gave it one.
 
-    A re-entrant checkpoint does so, too; but its forward was followed, and will be again.
+    Two operations of torch do so, too, and do not count. A re-entrant checkpoint runs its forward
+    again, under the tracer. The function that torch puts around a module with backward hooks
+    changes no values, and the hooks are tried (`trace/gradient_hooks.py`).
     """
     payload = payload_of(t)
     if payload is None or len(payload) != _UNSEEN or t.grad_fn is None:
         return False
-    return t.grad_fn.name() != "CheckpointFunctionBackward"
+    return t.grad_fn.name() not in ("CheckpointFunctionBackward", "BackwardHookFunctionBackward")
 
 
 def mark(t: Tensor, where: Where | Derived) -> None:
-    """Note what is known of a tensor."""
-    if isinstance(where, Layout) and where.batch == 1:
+    """Mark a tensor."""
+    if isinstance(where, Layout) and where.batch == 1:  # a reshape may have moved the dimension
         where = only_sample(t)
-    t.__dict__[_MARK] = (_forward.number, _payload(t, where))
+    t.__dict__[MARK] = (RUNNING.number, _payload(t, where))
 
 
 def _payload(t: Tensor, where: Where | Derived) -> tuple[Any, ...]:
     if isinstance(where, Layout):
-        if t.is_floating_point() and not t.requires_grad and not torch.is_grad_enabled():
+        # a view made without gradients may require one, and still has no node
+        if t.is_floating_point() and not torch.is_grad_enabled() and t.grad_fn is None:
+            # one more entry, for `is_unseen`: it had no gradient when it was marked
             return (*where, True)
         return tuple(where)
     if isinstance(where, Lost):
@@ -122,29 +142,26 @@ def _payload(t: Tensor, where: Where | Derived) -> tuple[Any, ...]:
     return ()
 
 
-_CONSTANT = (None,)  # seen to be made of constants alone
+CONSTANT = (None,)  # the payload of a tensor that the tracer saw made of constants alone
 
 
 def mark_constant(t: Tensor) -> None:
-    """Note that a tensor was seen to be made of constants alone."""
-    t.__dict__[_MARK] = (_forward.number, _CONSTANT)
+    """Mark a tensor that the tracer saw made of constants alone."""
+    t.__dict__[MARK] = (RUNNING.number, CONSTANT)
 
 
 def is_constant(t: Tensor) -> bool:
-    kept = t.__dict__.get(_MARK)
-    return kept is not None and kept[0] == _forward.number and kept[1] is _CONSTANT
-
-
-def put(t: Tensor, payload: tuple[Any, ...]) -> None:
-    """Give a tensor a mark as `payload_of` gave it for a tensor of the same shape."""
-    t.__dict__[_MARK] = (_forward.number, payload)
+    """Return whether the tracer saw that a tensor is made of constants alone."""
+    found = t.__dict__.get(MARK)
+    return found is not None and found[0] == RUNNING.number and found[1] is CONSTANT
 
 
 def unmark(t: Tensor) -> None:
-    t.__dict__.pop(_MARK, None)
+    """Remove the mark of a tensor."""
+    t.__dict__.pop(MARK, None)
 
 
-def forget(tree: Any) -> None:
-    """Remove marks from a structure of tensors that is about to be the user's."""
-    for t in tensors_of(tree):
-        unmark(t)
+def forget(tensors: Iterable[Tensor]) -> None:
+    """Remove the marks of tensors that the user gets."""
+    for t in tensors:
+        t.__dict__.pop(MARK, None)

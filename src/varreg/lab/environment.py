@@ -16,35 +16,47 @@ from varreg import native
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _processor() -> str:
+    """Return the name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        return next(
+            line.partition(":")[2].strip() for line in lines if line.startswith("model name")
+        )
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
 
 
 def _commit() -> str | None:
-    """Of varreg, where it runs from a clone; a + at the end says that files were changed since."""
+    """Return the commit of varreg, where it runs from a clone; a + at the end says that files were
+    changed since.
+    """
 
     def git(*arguments: str) -> str:
         folder = Path(varreg.__file__).parent
         return subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=10
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
         ).stdout
 
     try:
-        return git("rev-parse", "HEAD").strip() + ("+" if git("status", "--porcelain", "--", "..").strip() else "")
+        return git("rev-parse", "HEAD").strip() + (
+            "+" if git("status", "--porcelain", "--", "..").strip() else ""
+        )
     except (OSError, subprocess.SubprocessError):
         return None
 
 
 @functools.cache
 def environment() -> dict[str, Any]:
+    """Return versions, commit and machine."""
     return {
         "varreg": varreg.__version__,
         "commit": _commit(),
@@ -58,9 +70,17 @@ def environment() -> dict[str, Any]:
     }
 
 
-def machine() -> str:
-    """In a line, for people: what a measured time depends on."""
+def device_name(device: str) -> str:
+    """Return what a device calls itself."""
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return device if name is None else f"{device} ({name(torch.device(device))})"
+
+
+def machine(device: str = "cpu") -> str:
+    """Return in a line, for people, what a measured time depends on."""
     e = environment()
     threads = torch.get_num_threads()
-    of = f"{threads} thread{'s' * (threads > 1)} on {e['cores']} core{'s' * (e['cores'] > 1)}"
-    return f"{e['processor']}, {of}, Python {e['python']}, torch {e['torch']}, native library {e['kernels']}"
+    used = f"{threads} thread{'s' * (threads > 1)} on {e['cores']} core{'s' * (e['cores'] > 1)}"
+    versions = f"Python {e['python']}, torch {e['torch']}, native library {e['kernels']}"
+    on = "" if device == "cpu" else f"{device_name(device)}, beside "
+    return f"{on}{e['processor']}, {used}, {versions}"

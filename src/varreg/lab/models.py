@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def digits_cnn() -> nn.Module:
-    """For 8 × 8 digits: two convolutions and two dense layers."""
+    """Return a CNN for 8 × 8 digits: two convolutions and two dense layers."""
     return nn.Sequential(
         *(nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Flatten(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)),
@@ -16,28 +16,68 @@ def digits_cnn() -> nn.Module:
 
 
 def paper_cnn(width: int = 1) -> nn.Module:
-    """Two conv-pool-activation blocks and two dense layers, as in the paper's Fashion-MNIST experiment; or so many times as wide."""
+    """Return two conv-pool-activation blocks and two dense layers, as in the paper's Fashion-MNIST
+    experiment; or so many times as wide.
+    """
     a, b, c = 20 * width, 50 * width, 500 * width
     return nn.Sequential(
-        *(nn.Conv2d(1, a, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(a, b, 5), nn.MaxPool2d(2), nn.ReLU()),
+        *(
+            nn.Conv2d(1, a, 5),
+            nn.MaxPool2d(2),
+            nn.ReLU(),
+            nn.Conv2d(a, b, 5),
+            nn.MaxPool2d(2),
+            nn.ReLU(),
+        ),
         *(nn.Flatten(), nn.Linear(16 * b, c), nn.ReLU(), nn.Linear(c, 10)),
     )
 
 
 def lenet() -> nn.Module:
-    """LeNet for CIFAR-10: two convolution blocks and three dense layers."""
+    """Return LeNet for CIFAR-10: two convolution blocks and three dense layers."""
     return nn.Sequential(
-        *(nn.Conv2d(3, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
+        *(
+            nn.Conv2d(3, 6, 5),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(6, 16, 5),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+        ),
+        *(
+            nn.Flatten(),
+            nn.Linear(400, 120),
+            nn.ReLU(),
+            nn.Linear(120, 84),
+            nn.ReLU(),
+            nn.Linear(84, 10),
+        ),
     )
 
 
 def mlp() -> nn.Module:
-    """Three dense layers: much memory for little computation, where anything done per parameter shows."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+    """Return three dense layers: much memory for little computation, where anything done per
+    parameter shows.
+    """
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(784, 512),
+        nn.ReLU(),
+        nn.Linear(512, 512),
+        nn.ReLU(),
+        nn.Linear(512, 10),
+    )
+
+
+def small_mlp() -> nn.Module:
+    """Return three dense layers for 14 × 14 images."""
+    dense = (nn.Linear(196, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 10))
+    return nn.Sequential(nn.Flatten(), *dense)
 
 
 class Residual(nn.Module):
+    """Two convolutions and a shortcut around them."""
+
     def __init__(self, inputs: int, outputs: int, stride: int):
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
@@ -46,7 +86,11 @@ class Residual(nn.Module):
         self.norm2 = nn.GroupNorm(8, outputs)
         same = stride == 1 and inputs == outputs
         self.skip = (
-            nn.Identity() if same else nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.GroupNorm(8, outputs))
+            nn.Identity()
+            if same
+            else nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.GroupNorm(8, outputs)
+            )
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,17 +99,21 @@ class Residual(nn.Module):
 
 
 def resnet18(width: int = 32) -> nn.Module:
-    """ResNet-18 for 32 × 32 images, with GroupNorm."""
+    """Return ResNet-18 for 32 × 32 images, with GroupNorm."""
     blocks: list[nn.Module] = []
     inputs = width
     for i, outputs in enumerate((width, 2 * width, 4 * width, 8 * width)):
         blocks += [Residual(inputs, outputs, 1 if i == 0 else 2), Residual(outputs, outputs, 1)]
         inputs = outputs
     stem = (nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.GroupNorm(8, width), nn.ReLU())
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8 * width, 10))
+    return nn.Sequential(
+        *stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8 * width, 10)
+    )
 
 
 class Block(nn.Module):
+    """A block of a transformer: attention and two dense layers."""
+
     def __init__(self, width: int, heads: int):
         super().__init__()
         self.heads = heads
@@ -75,7 +123,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, c = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = (
+            self.qkv(self.norm1(x))
+            .view(b, t, 3, self.heads, c // self.heads)
+            .permute(2, 0, 3, 1, 4)
+            .unbind(0)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, c)
         x = x + self.proj(y)
         out: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
@@ -85,7 +138,14 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A small decoder with learned positions, looked up once for the whole batch."""
 
-    def __init__(self, layers: int = 4, width: int = 192, heads: int = 6, vocabulary: int = 256, context: int = 1024):
+    def __init__(
+        self,
+        layers: int = 4,
+        width: int = 192,
+        heads: int = 6,
+        vocabulary: int = 256,
+        context: int = 1024,
+    ):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))

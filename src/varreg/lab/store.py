@@ -17,6 +17,8 @@ from typing import Any
 import filelock
 import torch
 
+from varreg.errors import VarregError
+
 PATIENCE = 10.0
 """Seconds to wait for another process."""
 _UMASK = os.umask(0)
@@ -24,8 +26,12 @@ os.umask(_UMASK)  # there is no other way to ask for it
 
 
 def write(path: Path, content: bytes) -> None:
-    """Into a temporary file in the same folder, through to the disk, and then under its name, in place of what was there."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+    """Write a file whole or not at all: into a temporary one in the same folder, through to the
+    disk, and then under its name.
+    """
+    with tempfile.NamedTemporaryFile(
+        dir=path.parent, prefix=f".{path.name}.", delete=False
+    ) as file:
         try:
             file.write(content)
             file.flush()
@@ -38,18 +44,21 @@ def write(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """A number that is not finite, which JSON does not have, is written as the word for it: "nan", "inf", "-inf"."""
+    """Write JSON. A number that is not finite, which JSON does not have, is written as the word for
+    it: "nan", "inf", "-inf".
+    """
     write(path, json_of(value))
 
 
 def json_of(value: Any) -> bytes:
-    """What `write_json` writes."""
+    """Return what `write_json` writes."""
     text = json.dumps(_to_json(value), indent=1, ensure_ascii=False, allow_nan=False)
     return f"{text}\n".encode()
 
 
 def read_json(path: Path, remedy: str = "Restore it.") -> Any:
-    """What `write_json` wrote; a `DamagedError` that ends with the remedy where it is something else.
+    """Read what `write_json` wrote; raise a `DamagedError` that ends with the remedy where it is
+    something else.
 
     Text comes back as `printable` has it: it goes to terminals and pages.
     """
@@ -63,17 +72,18 @@ def read_json(path: Path, remedy: str = "Restore it.") -> Any:
 
 
 def _content(path: Path) -> bytes:
-    """All of a regular file. To open anything else, a pipe say, might never end."""
+    """Return all of a regular file. To open anything else, a pipe say, might never end."""
     if not path.is_file():
         raise OSError("a folder" if path.is_dir() else "no regular file")
     return path.read_bytes()
 
 
 def _is_empty(path: Path) -> bool:
+    """Return whether a file has no bytes."""
     return path.stat().st_size == 0
 
 
-class DamagedError(ValueError):
+class DamagedError(VarregError):
     """A file is not what varreg wrote: cut short, changed, or of something else."""
 
 
@@ -96,6 +106,7 @@ def printable(text: str) -> str:
 
 
 def _shown(c: str) -> str:
+    """Return a character, or its escape."""
     if c.isprintable() or c in "\n\t" or unicodedata.category(c) == "Zs":
         return c
     return f"\\x{ord(c):02x}" if ord(c) < 256 else f"\\u{ord(c):04x}"
@@ -107,13 +118,13 @@ def as_saved(value: Any) -> Any:
 
 
 def check_inside(folder: Path, path: Path) -> None:
-    """Refuse a link that leads out of a results folder, which may be someone else's."""
+    """Raise if a path leads out of a results folder, which may be someone else's."""
     try:
         inside = path.resolve().is_relative_to(folder.resolve())
     except (OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"varreg: {path} cannot be followed ({error}). Remove it.") from error
+        raise VarregError(f"varreg: {path} cannot be followed ({error}). Remove it.") from error
     if not inside:
-        raise ValueError(
+        raise VarregError(
             f"varreg: {path} is a link that leads out of {folder}, and nothing is read or written "
             "there. Put what it leads to in its place, or remove it."
         )
@@ -123,6 +134,7 @@ _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def _to_json(value: Any) -> Any:
+    """Return a value as JSON can hold it."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, str):
@@ -133,6 +145,7 @@ def _to_json(value: Any) -> Any:
 
 
 def _from_json(value: Any) -> Any:
+    """Return a value that JSON held."""
     if isinstance(value, dict):
         return {printable(k): _from_json(v) for k, v in value.items()}
     if isinstance(value, list):
@@ -141,23 +154,27 @@ def _from_json(value: Any) -> Any:
 
 
 def write_tensors(path: Path, value: Any) -> None:
-    """What `torch.load(weights_only=True)` reads."""
+    """Write what `torch.load(weights_only=True)` reads."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     write(path, buffer.getvalue())
 
 
 def read_tensors(path: Path, remedy: str) -> Any:
-    """What `write_tensors` wrote, to the bit; a `DamagedError` that ends with the remedy otherwise.
+    """Read what `write_tensors` wrote, to the bit; raise a `DamagedError` that ends with the remedy
+    where it is something else.
 
-    `torch.load` does not compare checksums, so that a flipped bit would pass: they are compared here.
+    `torch.load` does not compare checksums, so that a flipped bit would pass: they are compared
+    here.
     """
     expected = "a whole archive of torch"
     try:
         content = _content(path)
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             wrong = archive.testzip()
-    except Exception as error:  # zipfile's many kinds; a file that is cut short has no end to be found
+    except (
+        Exception
+    ) as error:  # zipfile's many kinds; a file that is cut short has no end to be found
         came = str(error) if path.is_file() and not _is_empty(path) else "an empty file or none"
         raise damaged(path, expected, came, remedy) from error
     if wrong is not None:
@@ -170,22 +187,27 @@ def read_tensors(path: Path, remedy: str) -> Any:
 
 
 def _first_line(error: Exception) -> str:
+    """Return an error in one line."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-class BusyError(ValueError):
+class BusyError(VarregError):
     """Another process is at work there."""
 
 
 @contextlib.contextmanager
 def alone(folder: Path, what: str, patience: float | None = None) -> Iterator[None]:
-    """No two processes at work on one folder. A lock ends with its process, however that ends."""
+    """Let no other process work on a folder. A lock ends with its process, however that ends."""
     check_inside(folder, folder / ".lock")  # to lock is to empty the file
     try:
-        with filelock.FileLock(folder / ".lock", timeout=PATIENCE if patience is None else patience):
+        with filelock.FileLock(
+            folder / ".lock", timeout=PATIENCE if patience is None else patience
+        ):
             yield
     except filelock.Timeout:
-        raise BusyError(f"varreg: another process is at work on {what}, in {folder}. Wait for it, or end it.") from None
+        raise BusyError(
+            f"varreg: another process is at work on {what}, in {folder}. Wait for it, or end it."
+        ) from None
 
 
 def sweep(folder: Path) -> None:
@@ -195,9 +217,11 @@ def sweep(folder: Path) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Before hours of work: can results be kept here?"""
+    """Raise, before hours of work, if results cannot be kept here."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise ValueError(f"varreg: results cannot be written to {folder}: {error.strerror or error}.") from error
+        raise VarregError(
+            f"varreg: results cannot be written to {folder}: {error.strerror or error}."
+        ) from error

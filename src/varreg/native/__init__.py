@@ -1,24 +1,41 @@
 """Work in one pass over memory, by a few lines of C, each with a twin in PyTorch.
 
-They are compiled at first use, if a C compiler is at hand, and kept in the user's cache. Without one, the same is done by PyTorch's own
-operations: slower, with the same numbers. `VARREG_NATIVE=0` asks for that. `VARREG_NATIVE_FLAGS` has flags for the compiler beside its own.
+They come with the wheel, or are compiled at first use, if a C compiler is at hand, and kept in the
+user's cache. Without them, PyTorch's own operations do the same: slower, with the same numbers.
+`VARREG_NATIVE=0` asks for that. `VARREG_NATIVE_FLAGS` has flags for the compiler beside its own.
 """
 
-from varreg.native import reduce, sums
+from varreg.native import contract, layer_sums, reductions
+from varreg.native.layer_sums import KNOWS_SINGLE_ROWS, conv, lookup, outer, sums, total
 from varreg.native.library import status
-from varreg.native.step import Update, compare, kinds, knows, lambdas, numbers, serves, update, variance
+from varreg.native.reductions import (
+    norm_channels,
+    norm_rows,
+    pixels,
+    rows,
+)
+from varreg.native.step import compare, l1, lambdas, repeat, serves, update, variance
 
 __all__ = [
-    "Update",
+    "KNOWS_SINGLE_ROWS",
     "compare",
-    "kinds",
-    "knows",
+    "contract",
+    "conv",
+    "l1",
     "lambdas",
-    "numbers",
-    "reduce",
+    "layer_sums",
+    "lookup",
+    "norm_channels",
+    "norm_rows",
+    "outer",
+    "pixels",
+    "reductions",
+    "repeat",
+    "rows",
     "serves",
     "status",
     "sums",
+    "total",
     "update",
     "variance",
 ]

@@ -1,21 +1,20 @@
-/* Every kernel, for float and for double. One header for each part of the work; its twin in PyTorch is named there. */
+/* Every kernel, for float and for double. One header for each part of the work; its twin in PyTorch
+   is named there. */
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 #ifdef _OPENMP
-#include <omp.h>
+extern int omp_get_thread_num(void); /* clang has no omp.h of its own; see threads.c */
 #define THREAD omp_get_thread_num()
 #else
 #define THREAD 0
 #endif
 
-#define HUGE_SUM ((REAL)1e37)
+#include "tasks.h"
 
-enum { SUM, MEAN, HARMONIC };
-enum { RATIONAL, AFFINE };
-
-/* Vectors, in bytes, and a tile of products that fits the processor's registers: MR features times NV vectors. */
+/* Vectors, in bytes, and a tile of products that fits the processor's registers: MR features times
+   NV vectors. */
 #if defined(__AVX512F__)
 #define VECTOR 64
 #define MR 12
@@ -31,19 +30,38 @@ enum { RATIONAL, AFFINE };
 
 #define LANES ((int64_t)(VECTOR / sizeof(REAL)))
 #define AT(p) (*(NAME(vec) *)(p)) /* a vector, at any address */
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (NAME(places)){__VA_ARGS__})
+#endif
 
 #define REAL float
+#define INT int32_t
+#define UINT uint32_t
 #define NAME(x) x##_float32
 typedef REAL NAME(vec) __attribute__((vector_size(VECTOR), aligned(sizeof(REAL)), may_alias));
+#include "lambda.h"
+#include "l1.h"
 #include "step.h"
-#include "reduce.h"
-#include "sums.h"
+#include "reductions.h"
+#include "dense.h"
+#include "convolution.h"
+#include "depthwise.h"
 #undef REAL
+#undef INT
+#undef UINT
 #undef NAME
 
 #define REAL double
+#define INT int64_t
+#define UINT uint64_t
 #define NAME(x) x##_float64
 typedef REAL NAME(vec) __attribute__((vector_size(VECTOR), aligned(sizeof(REAL)), may_alias));
+#include "lambda.h"
+#include "l1.h"
 #include "step.h"
-#include "reduce.h"
-#include "sums.h"
+#include "reductions.h"
+#include "dense.h"
+#include "convolution.h"
+#include "depthwise.h"

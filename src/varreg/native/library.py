@@ -1,4 +1,6 @@
-"""The compiled library: built at first use, if a C compiler is at hand, and kept in the user's cache."""
+"""The compiled library: the one that came with the wheel; else one that was kept in the user's
+cache; else it is compiled at first use, if a C compiler is at hand.
+"""
 
 from __future__ import annotations
 
@@ -9,105 +11,205 @@ import os
 import platform
 import shlex
 import shutil
-import subprocess
+import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_REALS = {torch.float32: "float32", torch.float64: "float64"}
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-trapping-math", "-fno-math-errno", "-std=gnu99", "-shared", "-fPIC")
+from varreg._torch import dispatch_modes, has_storage, is_faking
+from varreg.native import build, cache, contract
+from varreg.thresholds import WORTH_THREADS
+
+PLAIN = (Tensor, torch.nn.Parameter)
+REALS = {torch.float32: "float32", torch.float64: "float64"}
 
 
 @functools.cache
 def status() -> str:
-    """Either `in use`, or why not."""
+    """Return `in use`, or why the library is not."""
     return load()[1]
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Are these tensors of one kind that the library knows, on the CPU? Then it is loaded; if it cannot be, it serves nothing."""
+    """Return whether the library is there, and these tensors are of one type that it knows, on the
+    CPU, with memory behind them: a fake tensor has none, nor has one of a batch of gradients. New
+    tensors must have memory, too.
+    """
+    if dispatch_modes() and is_faking():
+        return False
     dtype = tensors[0].dtype
-    return dtype in _REALS and all(t.dtype == dtype and t.is_cpu for t in tensors) and load()[0] is not None
+    for t in tensors:  # for every parameter at every step: no generator
+        if t.dtype != dtype or not t.is_cpu or type(t) not in PLAIN or not has_storage(t):
+            return False
+    return dtype in REALS and load()[0] is not None
 
 
-def threads_for(work: int) -> int:
-    """Torch's own, where there is enough to do."""
-    return torch.get_num_threads() if work >= 1 << 15 else 1
+def threads_for(elements: int) -> int:
+    """Return torch's number of threads where there is enough to do, else 1."""
+    return torch.get_num_threads() if elements >= WORTH_THREADS else 1
 
 
-def call(name: str, tensors: tuple[Tensor | None, ...], sizes: tuple[int, ...], numbers: tuple[float, ...], threads: int) -> None:
-    """Call a function of the library for elements of the first tensor's type: tensors, sizes, numbers, threads."""
+def leading_strides(t: Tensor, lead: int) -> tuple[int, ...] | None:
+    """Return how far apart entries of the leading dimensions are; None where the others do not lie
+    side by side.
+    """
+    size = 1
+    for n, stride in zip(reversed(t.shape[lead:]), reversed(t.stride()[lead:]), strict=True):
+        if n != 1 and stride != size:
+            return None
+        size *= n
+    return t.stride()[:lead]
+
+
+def side_by_side(t: Tensor, lead: int) -> Tensor:
+    """Return a tensor whose entries behind the leading dimensions lie side by side: itself, or a
+    copy.
+    """
+    return t if leading_strides(t, lead) is not None else t.contiguous()
+
+
+def call(
+    name: str,
+    tensors: tuple[Tensor | None, ...],
+    sizes: tuple[int, ...],
+    numbers: tuple[float, ...],
+    threads: int,
+    shape: contract.Convolution | None = None,
+) -> None:
+    """Call a function of the library for elements of the first tensor's type, with tensors, the
+    shape of a convolution if it has one, sizes, numbers and threads.
+    """
     assert tensors[0] is not None
-    function = _function(name, tensors[0].dtype, len(tensors), len(sizes), len(numbers))
-    function(*[None if t is None else t.data_ptr() for t in tensors], *sizes, *numbers, threads)
-
-
-def call_for_all(name: str, dtype: torch.dtype, tasks: list[bytes], threads: int) -> None:
-    """Call a function of the library that works on many tensors at once, each of which is described by a task."""
-    getattr(load()[0], f"{name}_{_REALS[dtype]}")(ctypes.c_int64(len(tasks)), b"".join(tasks), threads)
+    pointers = [None if t is None else t.data_ptr() for t in tensors]
+    if shape is not None:
+        pointers.append(ctypes.addressof(shape))
+    function = _function(name, tensors[0].dtype, len(pointers), len(sizes), len(numbers))
+    function(*pointers, *sizes, *numbers, threads)
 
 
 @functools.cache
-def _function(name: str, dtype: torch.dtype, tensors: int, sizes: int, numbers: int) -> Any:
-    function = getattr(load()[0], f"{name}_{_REALS[dtype]}")
-    function.argtypes = [ctypes.c_void_p] * tensors + [ctypes.c_int64] * sizes + [ctypes.c_double] * numbers + [ctypes.c_int]
+def for_tasks(name: str, dtype: torch.dtype) -> Any:
+    """Return a function of the library that works on many tensors: of their number, an array of
+    `Task`, and threads.
+    """
+    function = getattr(load()[0], f"{name}_{REALS[dtype]}")
+    function.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_int]
+    function.restype = None
+    return function
+
+
+@functools.cache
+def _function(name: str, dtype: torch.dtype, pointers: int, sizes: int, numbers: int) -> Any:
+    function = getattr(load()[0], f"{name}_{REALS[dtype]}")
+    function.argtypes = (
+        [ctypes.c_void_p] * pointers
+        + [ctypes.c_int64] * sizes
+        + [ctypes.c_double] * numbers
+        + [ctypes.c_int]
+    )
     function.restype = None
     return function
 
 
 @functools.cache
 def load() -> tuple[ctypes.CDLL | None, str]:
-    """The library, or None; and its status."""
+    """Return the library, or None; and its status. Warn if it is None and nobody asked for that."""
     if os.environ.get("VARREG_NATIVE") == "0":
         return None, "switched off by VARREG_NATIVE=0"
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        return None, "no C compiler was found"
+    more = shlex.split(os.environ.get("VARREG_NATIVE_FLAGS", ""))
     try:
-        with tempfile.TemporaryDirectory(prefix="varreg-") as temporary:
-            return ctypes.CDLL(str(_built(shlex.split(compiler), Path(temporary)))), "in use"
-    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
-        detail = getattr(error, "stderr", "") or str(error)
-        return None, f"{compiler} did not work: {str(detail).strip().splitlines()[-1] if detail else type(error).__name__}"
+        library = None if more else _prebuilt()
+        library = library or _compiled([*_for_this_processor(), *more])
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = str(error) or type(error).__name__
+        warnings.warn(
+            f"varreg: native code is off, and steps take longer: {reason}. Install a wheel that "
+            "has it, or a C compiler (gcc 9 or newer, or clang) that CC or PATH finds; or set "
+            "VARREG_NATIVE=0 to do without.",
+            UserWarning,
+            stacklevel=2,
+        )
+        return None, reason
+    _share_threads(library)
+    return library, "in use"
 
 
-def _built(compiler: list[str], temporary: Path) -> Path:
-    """The compiled library: kept in the cache if that can be written, for this compiler and processor; else in a temporary folder."""
-    here = Path(__file__).parent
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    sources = "".join(path.read_text() for path in sorted(here.glob("*.[ch]")))
-    flags = [*_FLAGS, *shlex.split(os.environ.get("VARREG_NATIVE_FLAGS", ""))]
-    key = hashlib.sha256("\n".join([sources, version, *flags, _processor()]).encode()).hexdigest()[:16]
-    for kept in _cache().glob(f"kernels-{key}-*.so") if _cache().is_dir() else ():
-        if kept.stem == f"kernels-{key}-{kept.stat().st_size}":  # else it was damaged
-            return kept
-    made = temporary / "kernels.so"
-    command = [*compiler, *flags, str(here / "kernels.c"), "-o", str(made)]
-    done = subprocess.run([*command, "-fopenmp"], capture_output=True, text=True, check=False)
-    if done.returncode:  # without threads, then
-        subprocess.run([*command, "-Wno-unknown-pragmas"], capture_output=True, text=True, check=True)
-    try:
-        _cache().mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=_cache()) as folder:
-            copy = Path(shutil.copyfile(made, Path(folder) / made.name))
-            return copy.replace(_cache() / f"kernels-{key}-{copy.stat().st_size}.so")  # whole, or not at all
-    except OSError:
-        return made
+def _prebuilt() -> ctypes.CDLL | None:
+    """Return the wheel's library for this processor, if the wheel has one and it can be loaded."""
+    level = torch.backends.cpu.get_cpu_capability().lower()
+    for name in [level, "baseline"] if level in build.LEVELS else ["baseline"]:
+        path = Path(__file__).parent / "prebuilt" / f"kernels-{name}{cache.SUFFIX}"
+        if path.exists():
+            try:
+                return ctypes.CDLL(str(path))
+            except OSError:  # for another system: the sources are there, too
+                return None
+    return None
 
 
-def _cache() -> Path:
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "varreg"
-    except RuntimeError:  # there is no home
-        return Path(os.devnull) / "varreg"
+def _compiled(flags: list[str]) -> ctypes.CDLL:
+    """Return the library that was compiled for this processor: before, by another process in this
+    moment, or now. Without a folder to keep it, it is loaded from a temporary one.
+    """
+    said = os.environ.get("CC", "")
+    content = [contract.header(), build.sources(), *build.FLAGS, *flags, said, _processor()]
+    key = hashlib.sha256("\n".join(content).encode()).hexdigest()[:16]
+    folder = cache.open_folder()
+    kept = folder and cache.find(folder, key)
+    if kept:
+        return ctypes.CDLL(str(kept))
+    if folder and not os.access(folder, os.W_OK):
+        folder = None
+    with (
+        cache.locked(folder),
+        tempfile.TemporaryDirectory(prefix="varreg-", ignore_cleanup_errors=True) as temporary,
+    ):
+        kept = folder and cache.find(folder, key)  # by who was in here before
+        if kept:
+            return ctypes.CDLL(str(kept))
+        compiler = said or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+        if compiler is None:
+            raise RuntimeError("no C compiler was found")
+        where = f"kept in {folder}" if folder else "for this process alone"
+        print(f"varreg: compiling native code, {where}; some ten seconds", file=sys.stderr)
+        made = Path(temporary) / f"kernels{cache.SUFFIX}"
+        build.build(shlex.split(compiler), flags, contract.header(), made)
+        return ctypes.CDLL(str(cache.keep(folder, key, made) if folder else made))
+
+
+def _share_threads(library: ctypes.CDLL) -> None:
+    """Let a library that has threads of its own work with torch's instead, if they have GNU's
+    interface: threads that wait for torch's next call would be in the way of others.
+    """
+    if not hasattr(library, "share_threads") or not hasattr(os, "RTLD_NOLOAD"):
+        return
+    home = Path(torch.__file__).parent
+    found = [*(home / "lib").glob("lib*omp*"), *(home.parent / "torch.libs").glob("lib*omp*")]
+    for name in ("libgomp.so.1", *map(str, found)):
+        try:
+            threads = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+            functions = (
+                threads.GOMP_parallel,
+                threads.omp_get_thread_num,
+                threads.omp_get_num_threads,
+            )
+        except (OSError, AttributeError):  # not loaded, or another interface
+            continue
+        library.share_threads(*(ctypes.cast(f, ctypes.c_void_p) for f in functions))
+        return
+
+
+def _for_this_processor() -> list[str]:
+    # Apple's clang compiles for the machine's own processor on arm64, and may not know the flag
+    return [] if (sys.platform, platform.machine()) == ("darwin", "arm64") else ["-march=native"]
 
 
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
-    flags = (
-        [line for line in info.read_text().splitlines() if line.startswith(("flags", "Features"))][:1] if info.exists() else []
-    )
+    lines = info.read_text().splitlines() if info.exists() else []
+    flags = [line for line in lines if line.startswith(("flags", "Features"))][:1]
     return " ".join([platform.system(), platform.machine(), platform.processor(), *flags])

@@ -1,209 +1,221 @@
-/* Included once for each REAL, float and double, with NAME(x) giving its functions their names. The letters are those of regularizer.py.
-
-   Work is done in blocks so small that what passes from one stage to the next stays in the first-level cache: memory is read once, and
-   written once. */
+/* The step that lambda scales. Included after lambda.h, once for each REAL. Twins, and definitions:
+   torch_step in optim/step.py, and calibration.py. The letters are theirs. */
 
 #ifndef STEP
 #define STEP
-
-#define BLOCK 512 /* elements */
-#define BLOCKS(n) (((n) + BLOCK - 1) / BLOCK)
-#define AT_MOST(a, b) ((a) < (b) ? (a) : (b))
-#define AT_LEAST(a, b) ((a) > (b) ? (a) : (b))
-
-#define TINY ((REAL)(sizeof(REAL) == sizeof(float) ? FLT_MIN : DBL_MIN))
-#define SQRT(x) ((REAL)(sizeof(REAL) == sizeof(float) ? sqrtf(x) : sqrt(x)))
-
-enum { GRADIENT, HEAVY_BALL, NESTEROV, ADAM };
-
-/* One tensor's part of a call for many, as step.py packs it. Which is which is said where they are taken out. */
-typedef struct {
-    int64_t n; /* elements */
-    int64_t kinds[4];
-    void *tensors[13];
-    double numbers[19];
-} Task;
-
-/* All blocks of all tensors, in equal shares for the threads. `number` is that of the block among all. */
-static void each_block(int64_t tasks, const Task *task, int threads, void (*work)(const Task *, int64_t at, int64_t n, int64_t number)) {
-    int64_t blocks = 0;
-    for (int64_t k = 0; k < tasks; k++) blocks += BLOCKS(task[k].n);
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int share = 0; share < threads; share++) {
-        int64_t from = blocks * share / threads, to = blocks * (share + 1) / threads, before = 0;
-        for (int64_t k = 0; k < tasks && before < to; before += BLOCKS(task[k].n), k++)
-            for (int64_t b = AT_LEAST(from - before, 0); b < AT_MOST(to - before, BLOCKS(task[k].n)); b++)
-                work(task + k, b * BLOCK, AT_MOST(BLOCK, task[k].n - b * BLOCK), before + b);
-    }
+/* x^k for a whole k: pow would need libm */
+static double power(double x, int64_t k) {
+    double result = 1;
+    for (; k; k >>= 1, x *= x)
+        if (k & 1) result *= x;
+    return result;
 }
 #endif
 
-/* One element: rho enters its history, and lambda comes out. kind, form and scale_free are constants where this is inlined. */
-static inline __attribute__((always_inline)) void NAME(element)(REAL variance, REAL delta, REAL *history, REAL *count, REAL present, REAL *lambda,
-                                                                int some, int kind, int form, int scale_free, REAL s, REAL half, REAL limit, REAL low, REAL high) {
-    REAL rho = scale_free ? variance / (delta * delta) : variance;
-    rho = rho > limit ? limit : rho;
-    rho = (some != 0) & (present <= TINY) ? (REAL)NAN : rho; /* no sample had a gradient, or squares lost their precision */
-    REAL value = kind == HARMONIC ? 1 / rho : rho;
-    int valid = (rho - rho == 0) & (value - value == 0);
-    REAL sum = *history + (valid ? value : 0);
-    sum = sum > HUGE_SUM ? HUGE_SUM : sum;
-    REAL number = *count + (valid ? (REAL)1 : (REAL)0);
-    *history = sum;
-    *count = number;
-    REAL relative = kind == SUM ? rho / sum : kind == MEAN ? rho / sum * number : rho / (number / sum); /* rho over its average: 1 for the first */
-    REAL average = kind == SUM ? sum : kind == MEAN ? sum / number : number / sum;
-    REAL result = form == RATIONAL ? (1 + s) / (1 + s * relative) : (1 + half) * (average / rho) - half;
-    result = result < low ? low : result;
-    result = result > high ? high : result;
-    *lambda = result == result ? result : 1;
-}
-
-#define LOOP(KIND, FORM, SCALE_FREE)                                                                                                \
-    if (kind == KIND && form == FORM && scale_free == SCALE_FREE) {                                                                 \
-        _Pragma("omp simd") for (int64_t i = 0; i < n; i++)                                                                         \
-            NAME(element)(variance[i], delta[i], history + i, count + i, present[i], lambda + i, some, KIND, FORM, SCALE_FREE, s, half, limit, low, high); \
-        return;                                                                                                                     \
-    }
-
-static void NAME(lambda_block)(int64_t n, const REAL *variance, const REAL *delta, REAL *restrict history, REAL *restrict count, const REAL *present,
-                               REAL *restrict lambda, int some, int kind, int form, int scale_free, REAL s, REAL half, REAL limit, REAL low, REAL high) {
-    LOOP(SUM, RATIONAL, 1) LOOP(MEAN, RATIONAL, 1) LOOP(HARMONIC, RATIONAL, 1) LOOP(SUM, AFFINE, 1) LOOP(MEAN, AFFINE, 1) LOOP(HARMONIC, AFFINE, 1)
-    LOOP(SUM, RATIONAL, 0) LOOP(MEAN, RATIONAL, 0) LOOP(HARMONIC, RATIONAL, 0) LOOP(SUM, AFFINE, 0) LOOP(MEAN, AFFINE, 0) LOOP(HARMONIC, AFFINE, 0)
-}
-
-#undef LOOP
-
-void NAME(lambda)(const REAL *variance, const REAL *delta, REAL *history, REAL *count, const REAL *present, REAL *lambda, int64_t n, int64_t some, int64_t kind,
-                  int64_t form, int64_t scale_free, double s, double half, double limit, double low, double high, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t i = 0; i < n; i += BLOCK)
-        NAME(lambda_block)(AT_MOST(BLOCK, n - i), variance + i, delta + i, history + i, count + i, present + i, lambda + i, (int)some, (int)kind, (int)form,
-                           (int)scale_free, (REAL)s, (REAL)half, (REAL)limit, (REAL)low, (REAL)high);
-}
-
-/* out = (m * square - total^2) * factor, and 0 where that is no more than rounding */
-static inline void NAME(variance_block)(int64_t n, const REAL *restrict total, const REAL *restrict square, REAL *restrict out, REAL m, REAL factor,
-                                        REAL rounding) {
-#pragma omp simd
-    for (int64_t i = 0; i < n; i++) {
-        REAL size = m * square[i];
-        REAL left = size - total[i] * total[i];
-        out[i] = left <= size * rounding ? 0 : left * factor; /* nan stays nan */
-    }
-}
-
-void NAME(variance)(const REAL *total, const REAL *square, REAL *out, int64_t n, double m, double factor, double rounding, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t i = 0; i < n; i += BLOCK) NAME(variance_block)(AT_MOST(BLOCK, n - i), total + i, square + i, out + i, (REAL)m, (REAL)factor, (REAL)rounding);
-}
-
-/* S.S, g.S, g.g and the sum of W of a block, in double precision. Mostly g is S, and one product does for three. Twin: products(). */
-static void NAME(compare_block)(const Task *t, int64_t at, int64_t n, int64_t number) {
-    const REAL *S = (const REAL *)t->tensors[0] + at, *g = (const REAL *)t->tensors[1] + at, *W = (const REAL *)t->tensors[2] + at;
-    double *out = (double *)t->tensors[3] + 4 * number, SS = 0, gS = 0, gg = 0, sum = 0;
-    int changed = 0;
-#pragma omp simd reduction(| : changed) reduction(+ : SS, sum)
-    for (int64_t i = 0; i < n; i++) {
-        changed |= S[i] != g[i];
-        SS += (double)S[i] * (double)S[i];
-        sum += W[i];
-    }
-    if (changed) {
-#pragma omp simd reduction(+ : gS, gg)
-        for (int64_t i = 0; i < n; i++) {
-            gS += (double)S[i] * (double)g[i];
-            gg += (double)g[i] * (double)g[i];
-        }
-    }
-    out[0] = SS;
-    out[1] = changed ? gS : SS;
-    out[2] = changed ? gg : SS;
-    out[3] = sum;
-}
-
-/* Four sums for each tensor, at the beginning of what is room for four of each block. In an order that does not depend on threads. */
-void NAME(compare)(int64_t tasks, const Task *task, int threads) {
-    each_block(tasks, task, threads, NAME(compare_block));
-    double *in = tasks ? task->tensors[3] : 0, *out = in;
-    for (int64_t k = 0; k < tasks; k++, out += 4) {
-        double sums[4] = {0, 0, 0, 0};
-        for (int64_t b = 0; b < BLOCKS(task[k].n); b++, in += 4)
-            for (int j = 0; j < 4; j++) sums[j] += in[j];
-        for (int j = 0; j < 4; j++) out[j] = sums[j];
-    }
-}
-
 /* V <- keep V + take s2 */
-static inline void NAME(accumulate)(int64_t n, REAL *restrict V, const REAL *restrict s2, REAL keep, REAL take) {
+static inline void NAME(accumulate)(int64_t n, REAL *restrict V, const REAL *restrict s2, REAL keep,
+                                    REAL take) {
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) V[i] = keep * V[i] + take * s2[i];
 }
 
-/* What varreg/optim does after the base's step, for elements of one tensor: variance, increment, lambda, and x.
-
-   The base went to x' = x - lr * delta, so that x + lambda (x' - x) is x' + (1 - lambda) lr delta: where x was need not be known. Where delta
-   itself has a part from weight decay, decay * x, that is decay * (x' + lr * delta); solved for delta, it is a division by 1 - lr * decay. */
-static void NAME(update_block)(const Task *t, int64_t at, int64_t n, int64_t number) {
-    (void)number;
-#define TENSOR(k) ((REAL *)t->tensors[k] + at)
-#define NUMBER(k) ((REAL)t->numbers[k])
-    const REAL *total = TENSOR(0), *square = TENSOR(1);
-    REAL *restrict x = TENSOR(2), *history = TENSOR(3), *count = TENSOR(4), *lambda = TENSOR(5);
-    const REAL lr = NUMBER(8);
-    REAL s2[BLOCK], ours[BLOCK];
-    const REAL *variance = s2, *delta = ours;
-    NAME(variance_block)(n, total, square, s2, NUMBER(0), NUMBER(1), NUMBER(2));
-
-    if (t->kinds[0] == ADAM) {
-        const REAL *restrict average = TENSOR(8), *restrict second = TENSOR(9);
-        REAL *restrict N = TENSOR(10), *restrict C = TENSOR(11), *restrict V = TENSOR(12);
-        const REAL keep_N = NUMBER(9), keep_C = NUMBER(10), keep_V = NUMBER(11), take_N = NUMBER(12), take_C = NUMBER(13), take_V = NUMBER(14);
-        const REAL unbias_n = NUMBER(15), unbias_p = NUMBER(16), eps = NUMBER(17), rounding = NUMBER(18);
+/* Adam's increment, n/D, into `step`, and its variance in place of s2. */
+static inline void NAME(adam)(const Task *t, int64_t at, int64_t n, REAL *restrict s2,
+                              REAL *restrict step) {
+    const REAL *restrict average = TENSOR(average), *restrict squares = TENSOR(squares);
+    REAL *restrict N = TENSOR(N), *restrict C = TENSOR(C), *restrict V = TENSOR(V);
+    const REAL keep_N = NUMBER(keep_N), keep_C = NUMBER(keep_C), keep_V = NUMBER(keep_V);
+    const REAL take_N = NUMBER(take_N), take_C = NUMBER(take_C), take_V = NUMBER(take_V);
+    const REAL unbias_n = NUMBER(unbias_n), unbias_p = NUMBER(unbias_p), eps = NUMBER(eps);
+    const REAL known = NUMBER(known);
 #pragma omp simd
-        for (int64_t i = 0; i < n; i++) {
-            N[i] = keep_N * N[i] + take_N * s2[i];
-            C[i] = keep_C * C[i] + take_C * s2[i];
-            V[i] = keep_V * V[i] + take_V * s2[i];
-            REAL inverse = 1 / (SQRT(second[i] * unbias_p) + eps);
-            REAL step = average[i] * unbias_n * inverse, slope = step < 0 ? -step : step;
-            REAL size = unbias_n * unbias_n * N[i] + slope * slope * (unbias_p * unbias_p * V[i]);
-            REAL left = size - 2 * slope * (unbias_n * unbias_p * C[i]);
-            left = left <= size * rounding ? (REAL)NAN : left; /* as small as rounding leaves it: not known */
-            ours[i] = step;
-            s2[i] = left * inverse * inverse;
-        }
-    } else if (t->kinds[0] == HEAVY_BALL) {
-        delta = TENSOR(8);
-        variance = TENSOR(9);
-        NAME(accumulate)(n, TENSOR(9), s2, NUMBER(9), NUMBER(10));
-    } else {
-        const REAL *restrict g = TENSOR(6);
-        const REAL sign = NUMBER(11), decay = NUMBER(12), inverse = 1 / (1 - lr * decay);
-        if (t->kinds[0] == NESTEROV) {
-            const REAL *restrict b = TENSOR(8), *restrict V = TENSOR(9);
-            const REAL mu = NUMBER(13), again = NUMBER(14);
-            NAME(accumulate)(n, TENSOR(9), s2, NUMBER(9), NUMBER(10));
-#pragma omp simd
-            for (int64_t i = 0; i < n; i++) {
-                ours[i] = (sign * g[i] + mu * b[i] + decay * x[i]) * inverse;
-                s2[i] = mu * mu * V[i] + again * s2[i];
-            }
-        } else {
-#pragma omp simd
-            for (int64_t i = 0; i < n; i++) ours[i] = (sign * g[i] + decay * x[i]) * inverse;
-        }
+    for (int64_t i = 0; i < n; i++) {
+        N[i] = keep_N * N[i] + take_N * s2[i];
+        C[i] = keep_C * C[i] + take_C * s2[i];
+        V[i] = keep_V * V[i] + take_V * s2[i];
+        REAL inverse = 1 / (SQRT(squares[i] * unbias_p) + eps);
+        REAL delta = average[i] * unbias_n * inverse, slope = delta < 0 ? -delta : delta;
+        REAL size = unbias_n * unbias_n * N[i] + slope * slope * (unbias_p * unbias_p * V[i]);
+        REAL left = size - 2 * slope * (unbias_n * unbias_p * C[i]);
+        left = left <= size * known ? (REAL)NAN : left; /* as small as rounding leaves it */
+        step[i] = delta;
+        s2[i] = left * inverse * inverse;
     }
+}
 
-    NAME(lambda_block)(n, variance, delta, history, count, square, lambda, 1, (int)t->kinds[1], (int)t->kinds[2], (int)t->kinds[3], NUMBER(3), NUMBER(4),
-                       NUMBER(5), NUMBER(6), NUMBER(7));
+/* The increment delta of a block; `step` is room for it. The base went to x' = x - lr * delta.
+   Where delta itself has a part from weight decay, decay * x, that is decay * (x' + lr * delta);
+   solved for delta, it is a division by 1 - lr * decay. */
+static const REAL *NAME(delta_block)(const Task *t, int64_t at, int64_t n, REAL *restrict step) {
+    if (t->increment == INCREMENT_HEAVY_BALL) return TENSOR(average);
+    if (t->increment == INCREMENT_ADAM) {
+        const REAL *restrict average = TENSOR(average), *restrict squares = TENSOR(squares);
+        const REAL unbias_n = NUMBER(unbias_n), unbias_p = NUMBER(unbias_p), eps = NUMBER(eps);
+#pragma omp simd
+        for (int64_t i = 0; i < n; i++)
+            step[i] = average[i] * unbias_n * (1 / (SQRT(squares[i] * unbias_p) + eps));
+        return step;
+    }
+    const REAL *restrict g = TENSOR(grad), *restrict x = TENSOR(x);
+    const REAL sign = NUMBER(sign), decay = NUMBER(decay), inverse = 1 / (1 - NUMBER(lr) * decay);
+    if (t->increment == INCREMENT_NESTEROV) {
+        const REAL *restrict b = TENSOR(average), mu = NUMBER(mu);
+#pragma omp simd
+        for (int64_t i = 0; i < n; i++)
+            step[i] = (sign * g[i] + mu * b[i] + decay * x[i]) * inverse;
+    } else {
+#pragma omp simd
+        for (int64_t i = 0; i < n; i++) step[i] = (sign * g[i] + decay * x[i]) * inverse;
+    }
+    return step;
+}
+
+/* x + lambda (x' - x) is x' + (1 - lambda) lr delta: where x was need not be known. */
+static inline void NAME(move_block)(const Task *t, int64_t at, int64_t n, const REAL *delta,
+                                    const REAL *restrict lambda) {
+    REAL *restrict x = TENSOR(x);
+    const REAL lr = NUMBER(lr);
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) x[i] += (1 - lambda[i]) * (lr * delta[i]);
-#undef TENSOR
-#undef NUMBER
 }
 
-void NAME(update)(int64_t tasks, const Task *task, int threads) {
-    each_block(tasks, task, threads, NAME(update_block));
-    for (int64_t k = 0; k < tasks; k++) ++*(REAL *)task[k].tensors[7]; /* the number of steps */
+/* The sum of lambda over the elements of a block that have a gradient, and how many they are. */
+static inline void NAME(mean_block)(const Task *t, int64_t at, int64_t n, int64_t number) {
+    const REAL *restrict lambda = TENSOR(lam), *restrict W = TENSOR(square);
+    double *out = (double *)t->products + 2 * number, sum = 0, known = 0;
+#pragma omp simd reduction(+ : sum, known)
+    for (int64_t i = 0; i < n; i++) {
+        sum += W[i] > TINY ? (double)lambda[i] : 0;
+        known += W[i] > TINY ? 1 : 0;
+    }
+    out[0] = sum;
+    out[1] = known;
 }
+
+/* What comes after the base's step, for elements of one tensor: variance, increment, lambda, and x.
+   If lambda is calibrated, x has to wait for the mean of lambda over all of the tensor. */
+static void NAME(update_block)(const Task *t, int64_t at, int64_t n, int64_t number) {
+    REAL s2[BLOCK], step[BLOCK], room[BLOCK], *lambda = t->lam ? TENSOR(lam) : room;
+    const REAL *variance = s2, *delta = step;
+    NAME(variance_block)(n, TENSOR(total), TENSOR(square), s2, NUMBER(m), NUMBER(factor),
+                         NUMBER(rounding));
+
+    if (t->increment == INCREMENT_ADAM) {
+        NAME(adam)(t, at, n, s2, step);
+    } else {
+        delta = NAME(delta_block)(t, at, n, step);
+    }
+    if (t->increment == INCREMENT_HEAVY_BALL) {
+        variance = TENSOR(V);
+        NAME(accumulate)(n, TENSOR(V), s2, NUMBER(keep_V), NUMBER(take_V));
+    } else if (t->increment == INCREMENT_NESTEROV) {
+        const REAL *restrict V = TENSOR(V), mu = NUMBER(mu), again = NUMBER(again);
+        NAME(accumulate)(n, TENSOR(V), s2, NUMBER(keep_V), NUMBER(take_V));
+#pragma omp simd
+        for (int64_t i = 0; i < n; i++) s2[i] = mu * mu * V[i] + again * s2[i];
+    }
+
+    NAME(regularize)(t, at, n, variance, delta, lambda);
+    if (t->recent)
+        NAME(mean_block)(t, at, n, number);
+    else
+        NAME(move_block)(t, at, n, delta, lambda);
+}
+
+/* Lambda of a heavy ball's step that was taken, from what the step left in the state: rho is in its
+   history. If `lam` is 0, 1 goes into `variance` where rho is finite, and 0 elsewhere. */
+static void NAME(repeat_block)(const Task *t, int64_t at, int64_t n, int64_t number) {
+    const REAL *V = TENSOR(V), *delta = TENSOR(average);
+    const REAL *present = t->square ? TENSOR(square) : V;
+    const NAME(bounds) b = {NUMBER(s), NUMBER(half), NUMBER(limit), NUMBER(low), NUMBER(high)};
+    const int masked = t->square != 0, enter = !t->lam;
+    (void)number;
+    for (int64_t i = 0; i < n; i++) {
+        /* entered into an empty history, a finite rho counts */
+        REAL sum = enter ? 0 : TENSOR(rho_sum)[i], lambda;
+        REAL count = enter ? 0 : *((REAL *)t->rho_count + (t->is_shared ? 0 : at + i));
+        NAME(element)(V[i], delta[i], &sum, &count, present[i], &lambda, masked, t->history,
+                      t->form, t->scale_free, enter, b);
+        if (enter) {
+            TENSOR(variance)[i] = count;
+            continue;
+        }
+        if (t->recent) {
+            lambda *= NUMBER(scale);
+            lambda = lambda < b.low ? b.low : lambda > b.high ? b.high : lambda;
+        }
+        TENSOR(lam)[i] = lambda;
+    }
+}
+
+/* Twin: none is needed, since torch_step keeps lambda. */
+void NAME(repeat)(int64_t tasks, const Task *task, int threads) {
+    each_block(tasks, task, threads, NAME(repeat_block));
+}
+
+/* Lambda scaled within its bounds, where there is a gradient; then x. */
+static void NAME(calibrate_block)(const Task *t, int64_t at, int64_t n, int64_t number) {
+    REAL *restrict lambda = TENSOR(lam), step[BLOCK];
+    const REAL *restrict W = TENSOR(square);
+    const REAL scale = NUMBER(scale), low = NUMBER(low), high = NUMBER(high);
+    if (!t->recent) return;
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+        REAL result = lambda[i] * scale;
+        result = result < low ? low : result;
+        result = result > high ? high : result;
+        lambda[i] = W[i] > TINY ? result : lambda[i];
+    }
+    NAME(mean_block)(t, at, n, number);
+    NAME(move_block)(t, at, n, NAME(delta_block)(t, at, n, step), lambda);
+}
+
+/* The mean of lambda over a tensor, of the sums of its blocks; nan without a gradient. */
+static double NAME(mean)(const Task *t, const double *sums) {
+    double sum = 0, known = 0;
+    for (int64_t b = 0; b < BLOCKS(t->n); b++, sums += 2) {
+        sum += sums[0];
+        known += sums[1];
+    }
+    return sum / known;
+}
+
+/* Scale lambda so that its mean stays at 1, and move. Twin: calibration.py. */
+static void NAME(calibrate)(int64_t tasks, Task *task, int threads) {
+    int64_t block = 0, any = 0;
+    for (int64_t k = 0; k < tasks; block += BLOCKS(task[k].n), k++) {
+        Task *t = task + k;
+        if (!t->recent) continue;
+        REAL *recent = t->recent, *spent = t->spent, *times = t->times;
+        double mean = NAME(mean)(t, (double *)t->products + 2 * block);
+        if (mean == mean) {
+            *recent += (REAL)(RECENT * (mean - *recent));
+            *times += 1;
+        }
+        t->scale = *times / (*spent + 1) / (*recent / (1 - power(1 - RECENT, (int64_t)*times)));
+        if (!(t->scale - t->scale == 0)) t->scale = 1; /* nothing is known, or lambda is 0 */
+        any = 1;
+    }
+    if (!any) return;
+    each_block(tasks, task, threads, NAME(calibrate_block));
+    block = 0;
+    for (int64_t k = 0; k < tasks; block += BLOCKS(task[k].n), k++) {
+        if (!task[k].recent) continue;
+        double mean = NAME(mean)(task + k, (double *)task[k].products + 2 * block);
+        if (mean == mean) *(REAL *)task[k].spent += (REAL)mean;
+    }
+}
+
+/* The rest of the step of many parameters, after the base's. Twin: torch_step. */
+void NAME(update)(int64_t tasks, Task *task, int threads) {
+    each_block(tasks, task, threads, NAME(update_block));
+    NAME(calibrate)(tasks, task, threads);
+    for (int64_t k = 0; k < tasks; k++) {
+        ++*(REAL *)task[k].steps;
+        if (task[k].is_partial == 2) ++*(REAL *)task[k].rho_count;
+        task[k].is_partial = task[k].is_partial == 3;
+    }
+}
+
+#undef TENSOR
+#undef NUMBER

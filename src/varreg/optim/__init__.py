@@ -1,7 +1,14 @@
-"""λ → step: torch's optimizers, regularized."""
+"""λ → step: torch's optimizers, regularized.
 
-from varreg.optim.adam import VRAdam, VRAdamW, VRNAdam
-from varreg.optim.adaptive import VRAdadelta, VRAdagrad, VRRMSprop
+`varreg` exports what `__all__` has; lab, theory and benchmarks go through `REGULARIZED`.
+"""
+
+from varreg.optim.adadelta import VRAdadelta
+from varreg.optim.adagrad import VRAdagrad
+from varreg.optim.adam import VRAdam, VRAdamW
+from varreg.optim.base import Regularized
+from varreg.optim.nadam import VRNAdam
+from varreg.optim.rmsprop import VRRMSprop
 from varreg.optim.schedule import CosineS, InverseTimeS, LambdaS
 from varreg.optim.sgd import VRSGD
 from varreg.optim.wrapper import VarianceRegularized
@@ -19,3 +26,14 @@ __all__ = [
     "VRRMSprop",
     "VarianceRegularized",
 ]
+
+REGULARIZED: dict[str, type[Regularized]] = {
+    "SGD": VRSGD,
+    "Adam": VRAdam,
+    "AdamW": VRAdamW,
+    "NAdam": VRNAdam,
+    "RMSprop": VRRMSprop,
+    "Adagrad": VRAdagrad,
+    "Adadelta": VRAdadelta,
+}
+"""The regularized optimizers, by the name of their counterparts in `torch.optim`."""

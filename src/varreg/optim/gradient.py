@@ -1,14 +1,24 @@
-"""From moments to what the optimizer sees: gradients may be clipped or unscaled between `backward()` and `step()`."""
+"""From moments to what the optimizer sees: gradients may be clipped or unscaled between
+`backward()` and `step()`.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from varreg.engine import Moments
+from varreg import _torch
+from varreg.devices import widest
+from varreg.engine import Moments, deferred
+from varreg.parallel.shards import local
+from varreg.thresholds import PARALLEL, ROOM
+
+if TYPE_CHECKING:
+    from varreg.optim.step import ParameterStep
 
 
 class UnmeasuredError(Exception):
@@ -23,42 +33,141 @@ class OverflowedError(Exception):
     """The gradient is finite, its squares were not."""
 
 
-def products(m: Moments, grad: Tensor, precise: bool = False) -> Tensor:
-    """S·S, g·S, g·g and ΣW: what is compared of a gradient and what was measured. They add up over shards.
+def products(m: Moments, grad: Tensor) -> Tensor:
+    """Return S·S, g·S, g·g and ΣW of a shard: what is compared of a gradient and what was measured.
+    They add up over shards.
 
-    Where nothing but they can tell (`precise`), they are added up in double precision: rounding must not look like a change.
+    Nothing but they can tell there whether a gradient was changed, so they are in double precision,
+    if the device has it: rounding must not look like a change.
     """
-    S, g = m.total.reshape(-1), grad.to(m.total.dtype).reshape(-1)
-    if precise:
-        S, g = S.double(), g.double()
-    return torch.stack([torch.dot(S, S), torch.dot(g, S), torch.dot(g, g), m.square.sum().to(S.dtype)])
+    S, g = widest(m.total.reshape(-1)), widest(grad.reshape(-1))
+    SS, W = torch.dot(S, S), m.square.sum().to(S.dtype)
+    if grad is m.total:  # one product does for three
+        return torch.stack([SS, SS, SS, W])
+    return torch.stack([SS, torch.dot(g, S), torch.dot(g, g), W])
+
+
+def fetch_products(steps: list[ParameterStep]) -> None:
+    """Set the products of steps by PyTorch, and how often the base has stepped where a device
+    counts that: few kernels, and one wait, for all parameters of a device.
+    """
+    by_type: dict[Any, list[ParameterStep]] = {}
+    for step in steps:
+        total = step.measured.total
+        by_type.setdefault((total.device, total.dtype), []).append(step)
+    alike = list(by_type.values())
+    counted = [step for step in steps if _is_on_device(step.state.get("step"))]
+    counts = [torch.stack([step.state["step"] for step in counted])] if counted else []
+    whole = [any(map(_is_written, same)) for same in alike]
+    asked = [(_products if full else _gaps)(same) for full, same in zip(whole, alike, strict=True)]
+    *sums, numbers = [*deferred.fetch([*asked, *counts]), []][: len(alike) + 1]
+    changed = []
+    for rows, same, full in zip(sums, alike, whole, strict=True):
+        if full:
+            _set_products(same, rows)
+        elif not _set_untouched(same, rows):
+            changed.append(same)  # somebody wrote to gradients without a trace (`p.grad.data`)
+    for rows, same in zip(deferred.fetch([*map(_products, changed)]), changed, strict=True):
+        _set_products(same, rows)
+    for step, number in zip(counted, numbers, strict=True):
+        step.base_steps = number + 1  # the base's step comes after this
+
+
+def _is_written(step: ParameterStep) -> bool:
+    """Return whether it is known that somebody wrote to a gradient since it was measured."""
+    assert step.ledger is not None
+    watch = step.ledger.gradient
+    return not watch.is_same(step.grad) or watch.is_written(step.grad)
+
+
+def _gaps(steps: list[ParameterStep]) -> Tensor:
+    """Return Σ|g − S| and ΣW, each for all steps: `[2, n]`."""
+    S = [step.measured.total for step in steps]
+    W = [step.measured.square for step in steps]
+    g = [local(step.grad).to(t.dtype) for step, t in zip(steps, S, strict=True)]
+    norms = _torch.foreach_norm([*_torch.foreach_sub(g, S), *W], 1)
+    return torch.stack([t.to(S[0].dtype) for t in norms])
+
+
+def _set_untouched(steps: list[ParameterStep], rows: list[float]) -> bool:
+    """Set the products of gradients that are what was measured; return whether all are.
+
+    S·S is taken for what it is at most, m·ΣW.
+    """
+    n = len(steps)
+    if any(gap != 0 for gap in rows[:n]):
+        return False
+    for step, W in zip(steps, rows[n:], strict=True):
+        most = step.measured.count * W
+        step.products = most, most, most, W
+    return True
+
+
+def _set_products(steps: list[ParameterStep], rows: list[float]) -> None:
+    for i, step in enumerate(steps):
+        SS, gS, less, gg, W = rows[i :: len(steps)]
+        step.products = SS, gS - 2 * less, gg, W
+
+
+def _is_on_device(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_cpu
+
+
+def _products(steps: list[ParameterStep]) -> Tensor:
+    """Return S·S, Σ|gS|, Σ max(−gS, 0), g·g and ΣW, each for all steps: `[5, n]`.
+
+    A sum is the 1-norm, if nothing is negative: for that there is a kernel for many tensors. What
+    clipping leaves of a gradient has the sign of what was measured, and then nothing is lost.
+    """
+    S = [step.measured.total for step in steps]
+    W = [step.measured.square for step in steps]
+    g = [local(step.grad).to(t.dtype) for step, t in zip(steps, S, strict=True)]
+    norms = list(_torch.foreach_norm(_torch.foreach_mul(S, S), 1))
+    gS = _torch.foreach_mul(g, S)
+    norms += _torch.foreach_norm(gS, 1)
+    _torch.foreach_clamp_max_into(gS, 0.0)
+    norms += _torch.foreach_norm(gS, 1)
+    del gS
+    norms += _torch.foreach_norm(_torch.foreach_mul(g, g), 1)
+    norms += _torch.foreach_norm(W, 1)
+    return torch.stack([t.to(S[0].dtype) for t in norms])
 
 
 def as_seen(
     m: Moments, grad: Tensor, compared: Sequence[float], same: bool, precision: float = 0.0
 ) -> tuple[Tensor, Tensor | float]:
-    """The gradient as the optimizer sees it, in the precision of the moments, and κ²: there, its variance is κ²v².
+    """Return the gradient as the optimizer sees it, in the precision of the moments, and κ²: there,
+    its variance is κ²v².
 
-    The gradient is `m.total` where nothing has touched it, else `grad` itself where the precision is the same: not a copy.
+    The gradient is `m.total` where nothing has touched it, else `grad` itself where the precision
+    is the same: not a copy.
 
-    Clipping and unscaling change the gradient from S to κS, one κ for the tensor, and so its variance to κ²v². Clipping by value has
-    a κ for each element. Both leave ρ = v²/ḡ² what it was before. `same` says whether `grad` is the tensor that was measured, whatever
-    has been done to it; another one must at least be a multiple of it. `precision` is the rounding error with which it was computed, if that
-    is coarser than its own: autograd's own gradient of an LSTM under autocast, say.
+    Clipping and unscaling change the gradient from S to κS, one κ for the tensor, and so its
+    variance to κ²v². Clipping by value has a κ for each element. Both leave ρ = v²/ḡ² what it was
+    before. `same` says whether `grad` is the tensor that was measured, whatever has been done to
+    it; another one must at least be a multiple of it. `precision` is the rounding error with which
+    it was computed, if that is coarser than its own: autograd's own gradient of an LSTM under
+    autocast, say.
     """
     SS, gS, gg, W = compared
-    finite = SS + gg + m.count * W <= _largest(m.total.dtype)  # also where the sums are in double precision; then, so is g·S
+    # also where the sums are in double precision; then, so is g·S
+    finite = SS + gg + m.count * W <= largest_sum(m.total.dtype)
     if finite and gS == SS == gg:  # nothing has touched it
         return m.total, 1.0
     S, g = m.total.reshape(-1), grad.to(m.total.dtype).reshape(-1)
     if not finite:
-        raise OverflowedError if bool(g.isfinite().all()) and bool(S.isfinite().all()) else NotFiniteError
-    if SS == 0:  # nothing but what was added
+        raise (
+            OverflowedError
+            if bool(g.isfinite().all()) and bool(S.isfinite().all())
+            else NotFiniteError
+        )
+    if SS == 0:  # the whole gradient was added after backward()
         return g.view_as(grad), 1.0
     kappa = gS / SS
     eps = max(torch.finfo(grad.dtype).eps, precision)
     across = gg - kappa * gS  # what is left of g, squared, without its part along S
-    if across <= 10 * torch.finfo(S.dtype).eps * gg + (eps * kappa) ** 2 * m.count * W:  # nothing but rounding: parallel
+    rounding = PARALLEL * torch.finfo(S.dtype).eps * gg + (eps * kappa) ** 2 * m.count * W
+    if across <= rounding:  # parallel
         return g.view_as(grad), kappa**2
     if not same:
         raise UnmeasuredError
@@ -66,25 +175,22 @@ def as_seen(
 
 
 @functools.cache
-def _largest(dtype: torch.dtype) -> float:
-    """What leaves some room, for what increments add up over steps."""
-    return torch.finfo(dtype).max * 2.0**-20
-
-
-def kept(seen: Tensor, m: Moments) -> Tensor:
-    """The gradient as it was seen, whatever happens to p.grad: some of torch's own steps change it."""
-    return seen if seen is m.total else seen.clone()
+def largest_sum(dtype: torch.dtype) -> float:
+    """Return the largest sum that leaves some room, for what increments add up over steps."""
+    return torch.finfo(dtype).max * ROOM
 
 
 def _by_element(g: Tensor, S: Tensor, overall: float) -> Tensor:
-    """κ² of each element, (g/S)².
+    """Return κ² of each element, (g/S)².
 
-    Clipping by value is known by several elements of the same, largest size, and makes none larger than κ² of the others. Anything else
-    that was done to single elements, rounding included, may have added something, and then (g/S)² says nothing where S is small. So it is
-    held to the median: of those that are not 0, and were not clipped.
+    Clipping by value is known by several elements of the same, largest size, and makes none larger
+    than κ² of the others. Anything else that was done to single elements, rounding included, may
+    have added something, and then (g/S)² says nothing where S is small. So it is held to the
+    median: of those that are not 0, and were not clipped.
     """
     each = (g / S).square_().nan_to_num_(nan=overall, posinf=overall)
     size = g.abs()
     largest = size == size.max()
-    others = each[(each > 0) & ~largest] if int(largest.sum()) > 1 else each[each > 0]
-    return each.clamp_(max=float(others.median())) if len(others) else each
+    clipped = largest & (largest.sum() > 1)
+    others = each.masked_fill((each <= 0) | clipped, torch.nan)
+    return torch.fmin(each, others.nanmedian())

@@ -1,124 +1,189 @@
-"""What a regularized step works on: parameters, in parts that are neither too large for the cache nor too small for their overhead."""
+"""Steps cut to a size that suits the cache: large parameters in slices, small ones joined.
+
+A part is a `ParameterStep` itself, whose tensors are those of some elements.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from varreg.engine import Moments
-from varreg.engine.shards import local
+from varreg import _torch
+from varreg.engine.on_device import joined as joined_memory
+from varreg.optim.increments import coupled_decay
+from varreg.optim.state import HISTORY
+from varreg.parallel.shards import is_sharded
+from varreg.thresholds import (
+    DEVICE_JOINED,
+    DEVICE_LARGE,
+    DEVICE_SMALL,
+    LARGE_PARAMETER,
+    SMALL_PARAMETER,
+)
 
-LARGE = 1 << 19  # elements: larger parameters are split
-SMALL = 1 << 16  # elements: smaller ones are worked on together
-_FIELDS = ("total", "square", "grad", "x", "kappa2")  # names of what is not in the state
+if TYPE_CHECKING:
+    from varreg.optim.step import ParameterStep
 
-
-@dataclass
-class Work:
-    """A parameter whose step is regularized; where it is sharded, this rank's part of it."""
-
-    owner: Tensor
-    """The parameter that the optimizer has."""
-    p: Tensor
-    """What of it is worked on here."""
-    group: dict[str, Any]
-    state: dict[str, Any]
-    moments: Moments
-    grad: Tensor
-    """Its gradient as the base sees it. Not `p.grad`, which some of torch's own steps change."""
-    kappa2: Tensor | float
-    """κ²: the variance of the gradient that the base sees is κ²v²."""
-    x: Tensor
-    """Where the parameter was before the step."""
-    first: bool = True
-    """Are the sums of the increment's variance new, and 0?"""
-    lambdas: list[Tensor] = field(default_factory=list)
-    """λ of each part."""
-
-    def __getitem__(self, name: str) -> Tensor:
-        """`x`; `grad`; `total` and `square` of the moments; `kappa2`; or what is in the state."""
-        of = self.moments if name in ("total", "square") else self
-        found: Tensor = getattr(of, name) if name in _FIELDS else local(self.state[name])
-        return found
-
-    def common(self) -> tuple[Any, ...]:
-        """What parameters must have in common to be worked on together."""
-        steps = tuple(float(v) for v in self.state.values() if isinstance(v, Tensor) and v.dim() == 0)
-        kappa2 = self.kappa2 if isinstance(self.kappa2, float) else None
-        m = self.moments
-        return id(self.group), m.count, m.groups, m.total.device, m.square.dtype, self.p.dtype, self.first, kappa2, steps
-
-    @property
-    def lam(self) -> Tensor:
-        """λ of the whole parameter."""
-        return self.lambdas[0] if len(self.lambdas) == 1 else torch.cat(self.lambdas).view_as(self.p)
-
-    @lam.setter
-    def lam(self, value: Tensor) -> None:
-        self.lambdas = [value]
+ON_CPU = SMALL_PARAMETER, sys.maxsize, LARGE_PARAMETER
+ON_DEVICE = DEVICE_SMALL, DEVICE_JOINED, DEVICE_LARGE
+"""Elements up to which a parameter is joined with others, of all that are joined, and from which
+it is sliced."""
 
 
-class Part:
-    """Elements that are worked on together: of one parameter, or of several small ones, one after the other.
-
-    `part[name]` is what a `Work` has under that name, for these elements; `part.g` and `part.s2` are the gradient as the base uses it,
-    and its variance σ².
-    """
-
-    g: Tensor
-    s2: Tensor
-
-    def __init__(self, works: list[Work], span: slice | None = None):
-        self.works, self.span = works, span
-        self.group, self.first, self.moments, self.kappa2 = works[0].group, works[0].first, works[0].moments, works[0].kappa2
-        self._joined: dict[str, Tensor] = {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        t = self.works[0][name]
-        if t.dim() == 0 or (len(self.works) == 1 and self.span is None):
-            return t
-        if self.span is not None:
-            return t.view(-1)[self.span]
-        if name not in self._joined:
-            self._joined[name] = torch.cat([w[name].reshape(-1) for w in self.works])
-        return self._joined[name]
-
-    def put_back(self, lam: Tensor) -> None:
-        """Hand λ to the parameters, and write what was joined of our statistics back to where it came from."""
-        if len(self.works) == 1:
-            self.works[0].lambdas.append(lam)
-            return
-        sizes = [w.p.numel() for w in self.works]
-        for w, piece in zip(self.works, lam.split(sizes), strict=True):
-            w.lambdas.append(piece.view(w.p.shape))
-        for name, joined in self._joined.items():
-            if name.startswith("vr_"):
-                own = [w[name] for w in self.works]
-                torch._foreach_copy_(own, [piece.view(t.shape) for t, piece in zip(own, joined.split(sizes), strict=True)])
-
-
-def parts(works: Iterable[Work]) -> Iterator[Part]:
-    """All elements of all parameters: large ones in pieces, small ones together."""
-    together: dict[tuple[Any, ...], list[Work]] = {}
-    for w in works:
-        if w.p.dim() > 0 and w.p.numel() <= SMALL:
-            together.setdefault(w.common(), []).append(w)
+def set_lambdas(steps: Iterable[ParameterStep], work: Callable[[ParameterStep], Tensor]) -> None:
+    """Set λ of each step to what `work` returns for its parts."""
+    small: dict[tuple[Any, ...], list[ParameterStep]] = {}
+    for step in steps:
+        if step.p.dim() > 0 and step.p.numel() <= _sizes(step)[0]:
+            small.setdefault(_kind(step), []).append(step)
         else:
-            yield from pieces(w)
-    yield from map(Part, together.values())
+            lams = [work(part) for part in slices(step)]
+            step.lam = lams[0] if len(lams) == 1 else torch.cat(lams).view_as(step.p)
+    for alike in (part for steps in small.values() for part in _of_good_size(steps)):
+        if len(alike) == 1:
+            alike[0].lam = work(alike[0])
+        else:
+            joined = _join(alike)
+            joined.lam = work(joined)
+            _distribute(joined, alike)
 
 
-def pieces(w: Work) -> Iterator[Part]:
-    """One parameter, whole; or in pieces if it is large, and all that belongs to it lies in one order."""
-    own = (*map(local, (t for t in w.state.values() if isinstance(t, Tensor))), w.kappa2)
-    tensors = [w.x, w.grad, w["total"], w["square"], *(t for t in own if isinstance(t, Tensor))]
-    n = w.p.numel()
-    if n <= LARGE or not all(t.is_contiguous() for t in tensors):
-        yield Part([w])
+def _sizes(step: ParameterStep) -> tuple[int, int, int]:
+    return ON_DEVICE if not step.p.is_cpu else ON_CPU
+
+
+def _of_good_size(steps: list[ParameterStep]) -> Iterator[list[ParameterStep]]:
+    """Yield the steps, not too many elements at a time. On a device each has the same κ²: clipping
+    gives each its own, and joined they are few kernels.
+    """
+    most, elements = _sizes(steps[0])[1], 0
+    together: list[ParameterStep] = []
+    for step in steps:
+        if together and elements + step.p.numel() > most:
+            yield together
+            together, elements = [], 0
+        together.append(step)
+        elements += step.p.numel()
+    yield together
+
+
+def slices(step: ParameterStep) -> Iterator[ParameterStep]:
+    """Yield a step as it is; or in slices if it is large, and all that belongs to it lies in one
+    order.
+    """
+    m, names, n, large = step.measured, _names(step), step.p.numel(), _sizes(step)[2]
+    tensors = [step.x, step.grad, m.total, m.square, *(step[name] for name in names)]
+    if isinstance(step.kappa2, Tensor):
+        tensors.append(step.kappa2)
+    # a slice must be of the same elements in all of them
+    if n <= large or not all(t.is_contiguous() for t in tensors):
+        yield step
         return
-    for i in range(0, n, LARGE):
-        yield Part([w], slice(i, i + LARGE))
+    for i in range(0, n, large):
+        yield _cut(step, slice(i, i + large), names)
+
+
+def _names(step: ParameterStep) -> list[str]:
+    """Return the names in the state of what a part needs, each of the parameter's shape."""
+    names = (*step.increment.reads, *step.increment.sums, *HISTORY)
+    return [name for name in names if step.state[name].dim()]
+
+
+def _cut(step: ParameterStep, span: slice, names: list[str]) -> ParameterStep:
+    """Return the step of a span of a parameter's elements. It writes to the parameter's memory."""
+    m = step.measured
+    total, square = m.total.view(-1)[span], m.square.view(-1)[span]
+    return replace(
+        step,
+        moments=replace(m, total=total, square=square),
+        state={**step.state, **{name: step[name].view(-1)[span] for name in names}},
+        grad=step.grad.view(-1)[span],
+        x=step.x.view(-1)[span],
+        kappa2=step.kappa2.view(-1)[span] if isinstance(step.kappa2, Tensor) else step.kappa2,
+    )
+
+
+def _kind(step: ParameterStep) -> tuple[Any, ...]:
+    """Return what parameters must have in common to be joined."""
+    m, state = step.measured, step.state
+    # the base's own numbers: its count of steps, and what NAdam makes of it
+    numbers = tuple(
+        step.t if key == "step" else float(value)
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.dim() == 0 and not key.startswith("vr_")
+    )
+    # on a device, κ² of each is joined with the rest
+    by_element = isinstance(step.kappa2, Tensor) or not step.p.is_cpu
+    kappa2 = None if by_element else step.kappa2
+    types = m.total.device, m.square.dtype, step.p.dtype
+    return id(step.group), m.count, m.groups, *types, step.first, kappa2, numbers
+
+
+def _join(steps: list[ParameterStep]) -> ParameterStep:
+    """Return one step of the elements of all, one parameter after the other, in new memory."""
+    lead = steps[0]
+
+    def join(tensors: list[Any]) -> Tensor:
+        block = None if tensors[0].is_cpu else joined_memory(tensors)
+        return torch.cat([t.reshape(-1) for t in tensors]) if block is None else block
+
+    moments = replace(
+        lead.measured,
+        total=join([step.measured.total for step in steps]),
+        square=join([step.measured.square for step in steps]),
+    )
+    joined = {name: join([step[name] for step in steps]) for name in _names(lead)}
+    untouched = all(step.grad is step.measured.total for step in steps)
+    return replace(
+        lead,
+        moments=moments,
+        state={**lead.state, **joined},
+        grad=moments.total if untouched else join([step.grad for step in steps]),
+        # only weight decay asks where parameters were
+        x=join([step.x for step in steps]) if coupled_decay(lead.group) else lead.x,
+        kappa2=_joined_kappa2(steps),
+    )
+
+
+def _joined_kappa2(steps: list[ParameterStep]) -> Tensor | float:
+    """Return κ² of all elements: a number, if it is one for all."""
+    first = steps[0].kappa2
+    if all(not isinstance(step.kappa2, Tensor) and step.kappa2 == first for step in steps):
+        return first
+    like = steps[0].measured.square
+    numbers = [0.0 if isinstance(step.kappa2, Tensor) else step.kappa2 for step in steps]
+    # in one transfer, without waiting
+    there = torch.tensor(numbers, dtype=like.dtype, device="cpu").to(like.device, non_blocking=True)
+    each = [
+        step.kappa2.reshape(-1)
+        if isinstance(step.kappa2, Tensor)
+        else number.expand(step.p.numel())
+        for step, number in zip(steps, there, strict=True)
+    ]
+    return torch.cat(each)
+
+
+def _distribute(joined: ParameterStep, steps: list[ParameterStep]) -> None:
+    """Hand λ to the steps, and write what was joined of our statistics back to where it came
+    from.
+    """
+    sizes = [step.p.numel() for step in steps]
+    for step, lam in zip(steps, joined.lam.split(sizes), strict=True):
+        step.lam = lam.view(step.p.shape)
+    for name in _names(joined):
+        here = [step[name] for step in steps]
+        block = joined.state[name]
+        if block.data_ptr() == here[0].data_ptr():
+            continue  # it is the same memory
+        shaped = [t.view(p.shape) for t, p in zip(block.split(sizes), here, strict=True)]
+        if block.is_cpu or any(is_sharded(step.state[name]) for step in steps):
+            if name not in joined.increment.reads:  # those are the base's, and were only read
+                _torch.foreach_copy(here, shaped)
+        else:  # from now on they lie one after the other, and need not be joined
+            for step, t in zip(steps, shaped, strict=True):
+                step.state[name] = t.data

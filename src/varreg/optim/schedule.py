@@ -1,4 +1,4 @@
-"""A falling impact factor s: the paper's conclusion, in the manner of `torch.optim.lr_scheduler`."""
+"""A falling impact factor s: the paper's conclusion, as `torch.optim.lr_scheduler` does it."""
 
 from __future__ import annotations
 
@@ -8,26 +8,37 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from varreg.errors import VarregError
+
 
 class SScheduler:
-    """Sets each param group's s to `initial_s`·factor(t), t counting the calls of `step()`. Abstract: subclasses have `factor`.
+    """A schedule of s: each param group's s is `initial_s`·factor(t), t counting the calls of
+    `step()`. Abstract: subclasses have `factor`.
 
-    The paper expects noise to help late in training, out of local minima, and less of it to be regularized away then. Call `step()`
-    as often as you count t: once an epoch, or once a batch. `initial_s` is kept in the param group, as lr schedulers keep `initial_lr`.
+    The paper expects noise to help late in training, out of local minima, and less of it to be
+    regularized away then. Call `step()` as often as you count t: once an epoch, or once a batch.
+    `initial_s` is kept in the param group, as lr schedulers keep `initial_lr`.
     """
 
     def __init__(self, optimizer: Optimizer, last_epoch: int = -1):
         if not isinstance(optimizer, Optimizer):
-            raise ValueError(f"varreg: {type(self).__name__} expects an optimizer, got {type(optimizer).__name__}.")
+            raise VarregError(
+                f"varreg: {type(self).__name__} expects an optimizer, got "
+                f"{type(optimizer).__name__}."
+            )
         for i, group in enumerate(optimizer.param_groups):
             if "s" not in group:
-                raise ValueError(
-                    f"varreg: param group {i} of {type(optimizer).__name__} has no s; use one of varreg's optimizers."
+                raise VarregError(
+                    f"varreg: param group {i} of {type(optimizer).__name__} has no s; use one of "
+                    "varreg's optimizers."
                 )
             if last_epoch == -1:
                 group.setdefault("initial_s", group["s"])
             elif "initial_s" not in group:
-                raise KeyError(f"param 'initial_s' is not specified in param_groups[{i}] when resuming an optimizer")
+                raise KeyError(
+                    f"param 'initial_s' is not specified in param_groups[{i}] when resuming an "
+                    "optimizer"
+                )
         self.optimizer = optimizer
         self.last_epoch = last_epoch
         self.step()
@@ -36,26 +47,29 @@ class SScheduler:
         raise NotImplementedError
 
     def step(self) -> None:
-        """The next t."""
+        """Go to the next t."""
         self.last_epoch += 1
         factor = self.factor(self.last_epoch)
         if not (math.isfinite(factor) and factor >= 0):
-            raise ValueError(
-                f"varreg: {type(self).__name__} has factor {factor!r} at t = {self.last_epoch}; it must be finite, and 0 at least."
+            raise VarregError(
+                f"varreg: {type(self).__name__} has factor {factor!r} at t = {self.last_epoch}; it "
+                "must be finite, and 0 at least."
             )
         for group in self.optimizer.param_groups:
             group["s"] = group.setdefault("initial_s", group["s"]) * factor
 
     def get_last_s(self) -> list[float]:
-        """s of every param group."""
+        """Return s of every param group."""
         return [group["s"] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """All but the optimizer, and functions, which are not saved."""
+        """Return all but the optimizer, and functions, which are not saved."""
         return {k: v for k, v in self.__dict__.items() if k != "optimizer" and not callable(v)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As for lr schedulers: load the optimizer's state as well, which has s itself."""
+        """Load what `state_dict` returned. As for lr schedulers, load the optimizer's state, too,
+        which has s itself.
+        """
         self.__dict__.update(state_dict)
 
 
@@ -73,7 +87,7 @@ class InverseTimeS(SScheduler):
 
     def __init__(self, optimizer: Optimizer, half: float, last_epoch: int = -1):
         if not half > 0:
-            raise ValueError(f"varreg: half must be positive, got {half!r}.")
+            raise VarregError(f"varreg: half must be positive, got {half!r}.")
         self.half = half
         super().__init__(optimizer, last_epoch)
 
@@ -86,7 +100,7 @@ class CosineS(SScheduler):
 
     def __init__(self, optimizer: Optimizer, total: int, last_epoch: int = -1):
         if not total > 0:
-            raise ValueError(f"varreg: total must be positive, got {total!r}.")
+            raise VarregError(f"varreg: total must be positive, got {total!r}.")
         self.total = total
         super().__init__(optimizer, last_epoch)
 
@@ -95,11 +109,15 @@ class CosineS(SScheduler):
 
 
 class LambdaS(SScheduler):
-    """s_t = s₀·function(t), as `LambdaLR` does for the learning rate. The function is not part of the state."""
+    """s_t = s₀·function(t), as `LambdaLR` does for the learning rate. The function is not part of
+    the state.
+    """
 
-    def __init__(self, optimizer: Optimizer, function: Callable[[int], float], last_epoch: int = -1):
+    def __init__(
+        self, optimizer: Optimizer, function: Callable[[int], float], last_epoch: int = -1
+    ):
         if not callable(function):
-            raise ValueError(f"varreg: function must be callable, got {type(function).__name__}.")
+            raise VarregError(f"varreg: function must be callable, got {type(function).__name__}.")
         self.function = function
         super().__init__(optimizer, last_epoch)
 

@@ -3,36 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
 
+from varreg.native import contract
 from varreg.optim import increments
-from varreg.optim.fused import Increment
-from varreg.optim.parts import Part
-from varreg.optim.regularized import Regularized
+from varreg.optim.base import Regularized
+from varreg.optim.increments import Increment, Kernel
+from varreg.optim.step import ParameterStep
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
-    from varreg.regularizer import Options
+def _gradient(step: ParameterStep) -> tuple[Tensor, Tensor]:
+    """Return ḡ and σ²."""
+    return step.g, step.s2
+
+
+def _heavy_ball(step: ParameterStep) -> tuple[Tensor, Tensor]:
+    """Return b = μ·b + (1−d)·ḡ, which the base has updated, and V ← μ²·V + (1−d)²·σ²."""
+    mu, dampening = step.group["momentum"], step.group["dampening"]
+    V = increments.momentum(step["vr_variance"], step.s2, mu, dampening, step.first)
+    return step["momentum_buffer"].to(step.s2.dtype), V
+
+
+def _nesterov(step: ParameterStep) -> tuple[Tensor, Tensor]:
+    """Return ḡ + μb and μ²V + (1 + 2μ(1−d))σ²."""
+    mu, dampening = step.group["momentum"], step.group["dampening"]
+    b, V = _heavy_ball(step)
+    variance = increments.nesterov(V, step.s2, mu, dampening, step.first)
+    return torch.add(step.g, b, alpha=mu), variance
+
+
+def _fill(
+    task: contract.Task, group: Mapping[str, Any], state: Mapping[str, Any], first: bool
+) -> None:
+    task.sign = -1.0 if group["maximize"] else 1.0
+    task.decay = float(group["weight_decay"])
+    if mu := group["momentum"]:
+        a = 1.0 if first else 1 - group["dampening"]  # b begins with the first gradient itself
+        task.average = state["momentum_buffer"].data_ptr()
+        task.V = state["vr_variance"].data_ptr()
+        task.keep_V, task.take_V = 0.0 if first else mu**2, a**2
+        task.mu, task.again = mu, 1 + 2 * mu * a
+
+
+_BUFFERS = {"reads": ("momentum_buffer",), "sums": ("vr_variance",)}
+GRADIENT = Increment(
+    _gradient, kernel=Kernel(contract.Increment.GRADIENT, _fill, takes_gradient=True)
+)
+HEAVY_BALL = Increment(
+    _heavy_ball, **_BUFFERS, kernel=Kernel(contract.Increment.HEAVY_BALL, _fill, can_repeat=True)
+)
+NESTEROV = Increment(
+    _nesterov,
+    **_BUFFERS,
+    kernel=Kernel(contract.Increment.NESTEROV, _fill, takes_gradient=True),
+)
 
 
 class VRSGD(Regularized, torch.optim.SGD):
-    r"""`torch.optim.SGD` with variance regularization: the paper's Algorithm 1, and S2.4 for momentum.
+    r"""`torch.optim.SGD` with variance regularization: the paper's Algorithm 1, and S2.4 for
+    momentum.
 
-    With ḡ the mean gradient and v² the variance of the per-sample gradients that `varreg.observe` measures,
+    With ḡ the mean gradient and v² the variance of the per-sample gradients that `varreg.observe`
+    measures,
 
-        b ← μ·b + (1−d)·ḡ            V ← μ²·V + (1−d)²·v²          (heavy ball; without momentum b = ḡ, V = v²)
-        ρ = V/b²    Ω ← Ω + ρ    λ = (1+s)/(1 + s·ρ/ρ̄), ρ̄ = Ω/t
+        b ← μ·b + (1−d)·ḡ     V ← μ²·V + (1−d)²·v²     (heavy ball; without momentum b = ḡ, V = v²)
+        ρ = V/b²     Ω ← Ω + ρ     λ = (1+s)/(1 + s·ρ/ρ̄), ρ̄ = Ω/t
         x ← x − α·λ·b
 
-    and for Nesterov's momentum the increment is ḡ + μb, of variance μ²V + (1 + 2μ(1−d))v². All three are exact where gradients of
-    different steps have independent errors. Coupled weight decay is part of the increment and has no variance.
+    and for Nesterov's momentum the increment is ḡ + μb, of variance μ²V + (1 + 2μ(1−d))v². All
+    three are exact where gradients of different steps have independent errors. Coupled weight decay
+    is part of the increment and has no variance.
 
-    The arguments are those of `torch.optim.SGD`, then the keyword-only ones of the regularizer: `varreg.regularizer.Options`.
+    The arguments are those of `torch.optim.SGD`, then the keyword-only ones of the regularizer:
+    `varreg.regularizer.Options`.
 
     >>> import varreg
     >>> model = torch.nn.Linear(2, 1)
@@ -46,61 +93,11 @@ class VRSGD(Regularized, torch.optim.SGD):
     torch.Size([1, 2])
     """
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        momentum: float = 0,
-        dampening: float = 0,
-        weight_decay: float | Tensor = 0,
-        nesterov: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        **regularizer: Unpack[Options],
-    ):
-        super().__init__(
-            params,
-            lr,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov,
-            maximize=maximize,
-            foreach=foreach,
-            differentiable=differentiable,
-            fused=fused,
-            regularizer=regularizer,
-        )
-
-    def _accumulators(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return ("vr_variance",) if group["momentum"] else ()
-
-    def _native(self, group: dict[str, Any]) -> Increment | None:
-        mu, dampening, decay = group["momentum"], group["dampening"], float(group["weight_decay"])
-        sign = -1.0 if group["maximize"] else 1.0
-
-        def numbers(_: Mapping[str, Any], first: bool) -> tuple[float, ...]:
-            keep, take, a = (0.0, 1.0, 1.0) if first else (mu**2, (1 - dampening) ** 2, 1 - dampening)
-            return keep, take, sign, decay, mu, 1 + 2 * mu * a
-
-        if mu and not group["nesterov"]:
-            return Increment("heavy ball", ("momentum_buffer", "vr_variance"), numbers)
-        if abs(decay * float(group["lr"])) > 0.5:
-            return None  # where x was cannot be told well from where it is
-        if mu:
-            return Increment("nesterov", ("momentum_buffer", "vr_variance"), numbers, of_gradient=True)
-        return Increment("gradient", (), numbers, of_gradient=True)
-
-    def _increment(self, part: Part) -> tuple[Tensor, Tensor]:
-        group = part.group
-        mu, dampening = group["momentum"], group["dampening"]
-        if not mu:
-            return part.g, part.s2
-        b, V = part["momentum_buffer"].to(part.s2.dtype), part["vr_variance"]
-        increments.momentum(V, part.s2, mu, dampening, part.first)
-        if not group["nesterov"]:
-            return b, V
-        return torch.add(part.g, b, alpha=mu), increments.nesterov(V, part.s2, mu, dampening, part.first)
+    def _increment(self, group: dict[str, Any]) -> Increment:
+        if group["momentum"] and not group["nesterov"]:
+            return HEAVY_BALL
+        increment = NESTEROV if group["momentum"] else GRADIENT
+        if abs(float(group["weight_decay"]) * float(group["lr"])) > 0.5:
+            # the kernel would divide by 1 − lr·decay to find where x was: too near to 0
+            return replace(increment, kernel=None)
+        return increment

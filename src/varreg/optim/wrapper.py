@@ -8,24 +8,39 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from varreg.optim.names import warn_typos
-from varreg.optim.parts import Part
-from varreg.optim.regularized import Regularized
+from varreg.errors import VarregError
+from varreg.optim.base import Regularized
+from varreg.optim.group_options import check_group
+from varreg.optim.increments import Increment
+from varreg.optim.step import ParameterStep
+from varreg.optim.step_warnings import warn_typos
+from varreg.options import DEFAULTS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from varreg.regularizer import Options
+    from varreg.options import Options
+
+
+def _gradient(step: ParameterStep) -> tuple[Tensor, Tensor]:
+    """Return the gradient itself, and its variance."""
+    return step.grad, step.s2
+
+
+GRADIENT = Increment(_gradient)
 
 
 class VarianceRegularized(Regularized):
-    """Wraps a torch optimizer, and scales the change that it makes to each parameter by λ, from ρ = v²/ḡ² of the gradient itself.
+    """Wraps a torch optimizer, and scales the change that it makes to each parameter by λ, from ρ =
+    v²/ḡ² of the gradient itself.
 
-    For an optimizer whose own increment has no derivation here; where there is one (`VRSGD`, `VRAdam`, …), use that. The whole change is
-    scaled, decoupled weight decay included. What the base keeps of its own steps (ASGD's average, say) is that of its unscaled steps.
+    For an optimizer whose own increment has no derivation here; where there is one (`VRSGD`,
+    `VRAdam`, …), use that. The whole change is scaled, decoupled weight decay included. What the
+    base keeps of its own steps (ASGD's average, say) is that of its unscaled steps.
 
-    It shares param groups and state with the base, so that schedulers may be given either, and its `state_dict()` holds all there is.
-    Attributes that it does not have are those of the base (`VarianceRegularized(schedule_free).eval()`).
+    It shares param groups and state with the base, so that schedulers may be given either, and its
+    `state_dict()` holds all there is. Attributes that it does not have are those of the base
+    (`VarianceRegularized(schedule_free).eval()`).
 
     >>> import varreg
     >>> model = torch.nn.Linear(2, 1)
@@ -41,31 +56,59 @@ class VarianceRegularized(Regularized):
 
     def __init__(self, base: Optimizer, **regularizer: Unpack[Options]):
         if not isinstance(base, Optimizer):
-            raise ValueError(f"varreg: VarianceRegularized expects a torch.optim.Optimizer, got {type(base).__name__}.")
+            raise VarregError(
+                "varreg: VarianceRegularized expects a torch.optim.Optimizer, got "
+                f"{type(base).__name__}."
+            )
         if isinstance(base, Regularized):
-            raise ValueError(f"varreg: {type(base).__name__} is regularized already; give its options to it.")
+            raise VarregError(
+                f"varreg: {type(base).__name__} is regularized already; give its options to it."
+            )
         if isinstance(base, torch.optim.LBFGS):
-            raise ValueError(
-                "varreg: LBFGS is not a first-order method: its step evaluates the model many times. Wrap another one."
+            raise VarregError(
+                "varreg: LBFGS is not a first-order method: its step evaluates the model many "
+                "times. Wrap another one."
             )
         if "s" in base.defaults:
-            raise ValueError(f"varreg: this {type(base).__name__} is wrapped already; use that wrapper, or a new base.")
+            raise VarregError(
+                f"varreg: this {type(base).__name__} is wrapped already; use that wrapper, or a "
+                "new base."
+            )
+        for name in regularizer:
+            if name not in DEFAULTS:
+                raise TypeError(
+                    f"{type(self).__name__}.__init__() got an unexpected keyword argument '{name}'"
+                )
         self._set_options(regularizer)
         groups = [{**self._options, **group} for group in base.param_groups]
         for group in groups:
-            self._check(group)
-        for group, whole in zip(base.param_groups, groups, strict=True):
-            group.update(whole)
+            check_group(type(self), group)
+        for group, complete in zip(base.param_groups, groups, strict=True):
+            group.update(complete)
         base.defaults.update({**self._options, **base.defaults})
-        self.__setstate__({"base": base, "defaults": base.defaults, "state": base.state, "param_groups": base.param_groups})
+        self.__setstate__(
+            {
+                "base": base,
+                "defaults": base.defaults,
+                "state": base.state,
+                "param_groups": base.param_groups,
+            }
+        )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups, "base": self.base}
+        return {
+            "defaults": self.defaults,
+            "state": self.state,
+            "param_groups": self.param_groups,
+            "base": self.base,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         base: Optimizer = state.get("base") or self.base
         self.__dict__["base"] = base
-        base.__setstate__({k: state[k] for k in ("defaults", "state", "param_groups") if k in state})
+        base.__setstate__(
+            {k: state[k] for k in ("defaults", "state", "param_groups") if k in state}
+        )
         super().__setstate__({})
 
     # One state, one list of groups: the base's, whoever of the two is asked or loads a checkpoint.
@@ -84,7 +127,7 @@ class VarianceRegularized(Regularized):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if isinstance(param_group, dict):
-            self._check({**self._options, **param_group})
+            check_group(type(self), {**self._options, **param_group})
             warn_typos(param_group, self.defaults)
         self.base.add_param_group(param_group)
 
@@ -94,5 +137,5 @@ class VarianceRegularized(Regularized):
     def _base_step(self) -> None:
         self.base.step()
 
-    def _increment(self, part: Part) -> tuple[Tensor, Tensor]:
-        return part["grad"], part.s2
+    def _increment(self, group: dict[str, Any]) -> Increment:
+        return GRADIENT

@@ -2,8 +2,11 @@
 
 With M a bound of |x_t − x*| for all runs, and steps that never grow,
 
-    E[S_T] = M²/(2γ_{T−1}T) + (1/2T) Σ γ_t(1 + Lγ_t)σ_t²  ≤  M²/(2γ_{T−1}T) + (Σγ_t/T)·σ₀²       where σ_t² ≤ σ₀²      (theorem 1)
-    Var(S_T)  ≤  (1/T) [4M²σ̄² + η̄⁴/L²]        σ̄² and η̄⁴ the means over time of E|ε_t|² and E|ε_t|⁴                     (theorem 2)
+    E[S_T] = M²/(2γ_{T−1}T) + (1/2T) Σ γ_t(1 + Lγ_t)σ_t²
+           ≤ M²/(2γ_{T−1}T) + (Σγ_t/T)·σ₀²    where σ_t² ≤ σ₀²                  (theorem 1)
+    Var(S_T) ≤ (1/T) [4M²σ̄² + η̄⁴/L²]                                            (theorem 2)
+
+where σ̄² and η̄⁴ are the means over time of E|ε_t|² and E|ε_t|⁴.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ from varreg.theory.problems import Noise, Problem
 
 @dataclass(frozen=True)
 class Measured:
-    """A number that was measured over many runs, with its standard error, against what is claimed of it."""
+    """A number that was measured over many runs, with its standard error, against what is claimed
+    of it.
+    """
 
     value: float
     error: float
@@ -27,43 +32,54 @@ class Measured:
 
     @property
     def is_below(self) -> bool:
-        """Is it at most what is claimed? Three standard errors are allowed for chance."""
+        """Return whether it is at most what is claimed; three standard errors are allowed for
+        chance.
+        """
         return self.value <= self.claimed + 3 * self.error
 
     @property
     def is_equal(self) -> bool:
-        """Is it what is claimed, to four standard errors?"""
+        """Return whether it is what is claimed, to four standard errors."""
         return abs(self.value - self.claimed) <= 4 * self.error
 
     @property
     def slack(self) -> float:
-        """How many times the measured value the claim is: 1 is tight."""
+        """Return how many times the measured value the claim is: 1 is tight."""
         return self.claimed / self.value if self.value else math.inf
 
 
 def _mean(values: Tensor, claimed: float) -> Measured:
+    """Return the mean with its standard error."""
     return Measured(float(values.mean()), float(values.std() / math.sqrt(len(values))), claimed)
 
 
 def noise_expectation(noise: Noise, gamma: Tensor, L: float) -> float:
-    """(1/2T) Σ γ_t(1 + Lγ_t)σ_t²: what noise adds to E[S_T]."""
+    """Return (1/2T) Σ γ_t(1 + Lγ_t)σ_t²: what noise adds to E[S_T]."""
     return float((gamma * (1 + L * gamma) * noise.sigma2).mean() / 2)
 
 
 def expectation(paths: Paths, noise: Noise, gamma: Tensor, L: float) -> Measured:
-    """The part of E[S_T] that noise makes: measured, and by the formula. What else is in S_T is a constant."""
+    """Return the part of E[S_T] that noise makes, measured, and by the formula. What else is in S_T
+    is a constant.
+    """
     return _mean(paths.noise, noise_expectation(noise, gamma, L))
 
 
 def theorem1(paths: Paths, gamma: Tensor, sigma0_2: float) -> Measured:
-    """What noise adds to E[S_T], measured, and its bound; the constant beside it is the same in both."""
+    """Return what noise adds to E[S_T], measured, and its bound; the constant beside it is the same
+    in both.
+    """
     return _mean(paths.noise, float(gamma.mean()) * sigma0_2)
 
 
 def theorem2(paths: Paths, problem: Problem, noise: Noise, reach: float | None = None) -> Measured:
-    """Var(S_T), measured, and its bound; `reach` is M, the largest distance of all runs unless it is given."""
+    """Return Var(S_T), measured, and its bound; `reach` is M, the largest distance of all runs
+    unless it is given.
+    """
     M = float(paths.reach.max()) if reach is None else reach
     fourth = noise.fourth(problem.dimension)
-    bound = (4 * M**2 * float(noise.sigma2.mean()) + float(fourth.mean()) / problem.L**2) / len(noise)
+    bound = (4 * M**2 * float(noise.sigma2.mean()) + float(fourth.mean()) / problem.L**2) / len(
+        noise
+    )
     centered = (paths.noise - paths.noise.mean()).square()
     return _mean(centered, bound)

@@ -1,12 +1,14 @@
-"""How much of what the best regularizer in hindsight would gain does a causal one catch?
+"""How much a causal regularizer catches of what the best one in hindsight would gain.
 
-A series of variances σ_t² is given. The hindsight optimum knows all of it (`optimum.py`); a form with a history knows the past. Both are judged
-by Q = Σ λ_t(1 + λ_t/λ₀)σ_t² at a mean λ of 1 and λ_t ≤ λ₀: a causal λ is scaled so, by a factor that is chosen in hindsight, as a tuned learning
-rate is; a shorter or a longer step is no gain. What is caught is
+A series of variances σ_t² is given. The hindsight optimum knows all of it (`optimum.py`); a form
+with a history knows the past. Both are judged by Q = Σ λ_t(1 + λ_t/λ₀)σ_t² at a mean λ of 1 and λ_t
+≤ λ₀: a causal λ is scaled so, by a factor that is chosen in hindsight, as a tuned learning rate is;
+a shorter or a longer step is no gain. What is caught is
 
     (Q(1) − Q(λ)) / (Q(1) − Q(optimum)),
 
-1 for the optimum, 0 for a constant, negative for a λ that makes Q larger. All functions take one series, [T], or several, [T, k].
+1 for the optimum, 0 for a constant, negative for a λ that makes Q larger. All functions take one
+series, [T], or several, [T, k].
 """
 
 from __future__ import annotations
@@ -16,29 +18,39 @@ import gzip
 import importlib.resources
 import io
 import math
-import statistics as st
+import statistics
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from varreg import regularizer
+from varreg.errors import VarregError
 from varreg.theory.optimum import objective, optimal
 from varreg.theory.problems import changing, drifting
 
 
 def causal(sigma2: Tensor, delta2: Tensor | None = None, **options: object) -> Tensor:
-    """λ_t of VR-SGD's regularizer with these options, from σ_1² … σ_t²; with δ̄_t², `delta2`, it may be scale-free."""
+    """Return λ_t of VR-SGD's regularizer with these options, from σ_1² … σ_t²; with δ̄_t²,
+    `delta2`, it may be scale-free.
+    """
     chosen = {**regularizer.DEFAULTS, "scale_free": delta2 is not None, **options}
     regularizer.check(chosen)
     if chosen["scale_free"] and delta2 is None:
-        raise ValueError("varreg: a scale-free λ needs δ̄², the squares of the increments, beside their variances.")
+        raise VarregError(
+            "varreg: a scale-free λ needs δ̄², the squares of the increments, beside their "
+            "variances."
+        )
     sigma2 = sigma2.double()
     delta = torch.ones_like(sigma2) if delta2 is None else delta2.double().sqrt()
     shape = sigma2.shape[1:] or (1,)
     history, count = torch.zeros(2, *shape, dtype=torch.float64)
-    rows = zip(sigma2.reshape(-1, *shape).contiguous(), delta.reshape(-1, *shape).contiguous(), strict=True)
-    return torch.stack([regularizer.lambdas(v, d, history, count, 2, chosen).clone() for v, d in rows]).reshape(sigma2.shape)
+    rows = zip(
+        sigma2.reshape(-1, *shape).contiguous(), delta.reshape(-1, *shape).contiguous(), strict=True
+    )
+    return torch.stack(
+        [regularizer.lambdas(v, d, history, count, 2, chosen).clone() for v, d in rows]
+    ).reshape(sigma2.shape)
 
 
 class Caught(NamedTuple):
@@ -49,13 +61,19 @@ class Caught(NamedTuple):
 
 
 def gain(sigma2: Tensor, lambda0: float) -> float:
-    """1 − Q(optimum)/Q(1): the share of the accumulated error that the best regularizer would save at the same mean step."""
+    """Return 1 − Q(optimum)/Q(1): the share of the accumulated error that the best regularizer
+    would save at the same mean step.
+    """
     best = optimal(sigma2.double(), lambda0, high=max(1.0, lambda0))
-    return 1 - float(objective(best, sigma2.double(), lambda0) / objective(torch.ones_like(best), sigma2.double(), lambda0))
+    return 1 - float(
+        objective(best, sigma2.double(), lambda0)
+        / objective(torch.ones_like(best), sigma2.double(), lambda0)
+    )
 
 
 def at_mean_one(lam: Tensor, high: float) -> Tensor:
-    """min(cλ, high), with the c that gives it a mean of 1; where too many are 0 for that, what is missing is given to those, evenly.
+    """Return min(cλ, high), with the c that gives it a mean of 1; where too many are 0 for that,
+    what is missing is given to those, evenly.
 
     >>> at_mean_one(torch.tensor([1.0, 1.0, 6.0]), high=2.0)
     tensor([0.5000, 0.5000, 2.0000])
@@ -75,18 +93,22 @@ def at_mean_one(lam: Tensor, high: float) -> Tensor:
 
 
 def caught(lam: Tensor, sigma2: Tensor, lambda0: float) -> Caught:
-    """Of a series of λ; a share of nan says that there is nothing to gain, all variances being equal."""
+    """Return what a series of λ catches; a share of nan says that there is nothing to gain, all
+    variances being equal.
+    """
     sigma2, mean = sigma2.double(), float(lam.mean())
     if not mean > 0:
         return Caught(-math.inf, mean)
     plain = float(objective(torch.ones_like(sigma2), sigma2, lambda0))
     best = plain * gain(sigma2, lambda0)
-    own = plain - float(objective(at_mean_one(lam.double(), max(1.0, lambda0)), sigma2, lambda0))
-    return Caught(own / best if best > 1e-12 * plain else math.nan, mean)
+    saved = plain - float(objective(at_mean_one(lam.double(), max(1.0, lambda0)), sigma2, lambda0))
+    return Caught(saved / best if best > 1e-12 * plain else math.nan, mean)
 
 
 class Series(NamedTuple):
-    """Variances over time, and the squares of the increments beside them where they are known: [T, k], k series of one kind."""
+    """Variances over time, and the squares of the increments beside them where they are known: [T,
+    k], k series of one kind.
+    """
 
     name: str
     sigma2: Tensor
@@ -94,20 +116,24 @@ class Series(NamedTuple):
 
     @property
     def spread(self) -> float:
-        """The standard deviation of log σ over time; the median over series."""
+        """Return the standard deviation of log σ over time; the median over series."""
         return float((self.sigma2.log() / 2).std(0).median())
 
     def without_trend(self, window: int = 51) -> Series:
-        """Both divided by their geometric means over so many neighbours in time: what is left changes from batch to batch."""
+        """Return both divided by their geometric means over so many neighbours in time: what is
+        left changes from batch to batch.
+        """
 
         def flat(x: Tensor) -> Tensor:
             return x / _smooth(x.log(), window).exp()
 
-        return Series(self.name, flat(self.sigma2), None if self.delta2 is None else flat(self.delta2))
+        return Series(
+            self.name, flat(self.sigma2), None if self.delta2 is None else flat(self.delta2)
+        )
 
 
 def _smooth(x: Tensor, window: int) -> Tensor:
-    """The mean over neighbours along the first dimension, fewer of them at the ends."""
+    """Return the mean over neighbours along the first dimension, fewer of them at the ends."""
     half, total = window // 2, torch.cat([torch.zeros_like(x[:1]), x.cumsum(0)])
     t = torch.arange(len(x))
     low, high = (t - half).clamp(min=0), (t + half + 1).clamp(max=len(x))
@@ -118,16 +144,25 @@ RECORDED = {"fashion-mnist": "Fashion-MNIST", "cifar10": "CIFAR-10"}
 
 
 def _read(name: str) -> dict[str, Tensor]:
-    """A file that `varreg.lab.variances` wrote, column by column."""
-    text = gzip.decompress((importlib.resources.files("varreg.theory") / "series" / f"{name}.csv.gz").read_bytes()).decode()
+    """Read a file that `varreg.lab.variances` wrote, column by column."""
+    text = gzip.decompress(
+        (importlib.resources.files("varreg.theory") / "series" / f"{name}.csv.gz").read_bytes()
+    ).decode()
     head, *rows = csv.reader(io.StringIO(text))
-    return dict(zip(head, torch.tensor([[float(v) for v in row] for row in rows], dtype=torch.float64).T, strict=True))
+    return dict(
+        zip(
+            head,
+            torch.tensor([[float(v) for v in row] for row in rows], dtype=torch.float64).T,
+            strict=True,
+        )
+    )
 
 
 def recorded(name: str) -> list[Series]:
-    """What training showed: the whole model, its weight tensors, single elements of them.
+    """Return what training showed: the model, its weight tensors, single elements of them.
 
-    Elements that had no gradient at all at some step are left out: their σ² is 0 there, and all of λ would go to that step.
+    Elements that had no gradient at all at some step are left out: their σ² is 0 there, and all of
+    λ would go to that step.
     """
     columns = _read(name)
     names = [column.removeprefix("v2 ") for column in columns if column.startswith("v2 ")]
@@ -136,46 +171,67 @@ def recorded(name: str) -> list[Series]:
         "weight tensors": [n for n in names if n != "model" and "[" not in n],
         "single elements": [n for n in names if "[" in n],
     }
-    kinds = {kind: [n for n in these if (columns[f"v2 {n}"] > 0).all()] for kind, these in kinds.items()}
+    kinds = {
+        kind: [n for n in these if (columns[f"v2 {n}"] > 0).all()] for kind, these in kinds.items()
+    }
     return [
-        Series(f"{RECORDED[name]}, {kind}", *(torch.stack([columns[f"{what} {n}"] for n in these], 1) for what in ("v2", "g2")))
+        Series(
+            f"{RECORDED[name]}, {kind}",
+            *(torch.stack([columns[f"{what} {n}"] for n in these], 1) for what in ("v2", "g2")),
+        )
         for kind, these in kinds.items()
         if these
     ]
 
 
 def all_series() -> list[Series]:
-    """Synthetic ones, of variances that change from step to step, slowly, and by a steady fall; and those of real training."""
+    """Return synthetic series, of variances that change from step to step, slowly, and by a steady
+    fall; and those of real training.
+    """
     T = 1000
-    made = [Series(f"changing, spread {spread:g}", changing(T, spread)[:, None]) for spread in (0.1, 0.5, 1.0)]
+    made = [
+        Series(f"changing, spread {spread:g}", changing(T, spread)[:, None])
+        for spread in (0.1, 0.5, 1.0)
+    ]
     made.append(Series("drifting, spread 0.5", drifting(T, 0.5)[:, None]))
     made.append(Series("falling to 1/100", torch.logspace(0, -2, T, dtype=torch.float64)[:, None]))
     for name in RECORDED:
-        whole = recorded(name)
-        made += [s._replace(name=f"{s.name}: drift and all") for s in whole]
-        made += [s.without_trend()._replace(name=f"{s.name}: batch to batch") for s in whole]
+        real = recorded(name)
+        made += [s._replace(name=f"{s.name}: drift and all") for s in real]
+        made += [s.without_trend()._replace(name=f"{s.name}: batch to batch") for s in real]
     return made
 
 
 ARMS: dict[str, dict[str, object]] = {
-    **{f"{form}, {h}": {"form": form, "history": h} for form in regularizer.FORMS for h in regularizer.HISTORIES},
+    **{
+        f"{form}, {h}": {"form": form, "history": h}
+        for form in regularizer.FORMS
+        for h in regularizer.HISTORIES
+    },
     "rational, harmonic, s = 20": {"history": "harmonic", "s": 20.0},
-    **{f"rational of ρ, {h}": {"history": h, "scale_free": True} for h in ("mean", "geometric", "harmonic")},
+    **{
+        f"rational of ρ, {h}": {"history": h, "scale_free": True}
+        for h in ("mean", "geometric", "harmonic")
+    },
 }
 """What is judged, by name."""
 
 
-def judged(series: Series, lambda0: float, **options: object) -> Caught:
-    """Median over the series of a kind; nan where it needs δ̄² and there is none."""
+def median_caught(series: Series, lambda0: float, **options: object) -> Caught:
+    """Return the median over the series of a kind; nan where it needs δ̄² and there is none."""
     if options.get("scale_free") and series.delta2 is None:
         return Caught(math.nan, math.nan)
     lam = causal(series.sigma2, series.delta2 if options.get("scale_free") else None, **options)
-    found = [caught(a, b, lambda0) for a, b in zip(lam.T, series.sigma2.T, strict=True)]
-    return Caught(st.median(c.share for c in found), st.median(c.mean_lambda for c in found))
+    each = [caught(a, b, lambda0) for a, b in zip(lam.T, series.sigma2.T, strict=True)]
+    return Caught(
+        statistics.median(c.share for c in each), statistics.median(c.mean_lambda for c in each)
+    )
 
 
-class Told(NamedTuple):
-    """At one point of training, over many batches: what v² of a batch says about the error ε of that batch's mean gradient."""
+class Relation(NamedTuple):
+    """At one point of training, over many batches: what v² of a batch says about the error ε of
+    that batch's mean gradient.
+    """
 
     spread: float
     """The standard deviation of log v."""
@@ -184,18 +240,23 @@ class Told(NamedTuple):
     slope_error: float
 
 
-def still(name: str) -> tuple[Told, dict[str, Tensor]]:
-    """At the end of a recorded run, with the parameters held; and the columns v², ḡ², ε²."""
+def relation_at_end(name: str) -> tuple[Relation, dict[str, Tensor]]:
+    """Return what v² says at the end of a recorded run, with the parameters held; and the columns
+    v², ḡ², ε².
+    """
     columns = _read(f"{name}-still")
     x, y = (columns[c].log() for c in ("v2", "e2"))
     dx, dy = x - x.mean(), y - y.mean()
     slope = float((dx * dy).sum() / dx.square().sum())
     residual = float((dy - slope * dx).square().sum() / (len(x) - 2))
-    return Told(float(x.std() / 2), slope, math.sqrt(residual / float(dx.square().sum()))), columns
+    error = math.sqrt(residual / float(dx.square().sum()))
+    return Relation(float(x.std() / 2), slope, error), columns
 
 
 class Saved(NamedTuple):
-    """What a λ saves of Q at one point of training, with standard errors: shares, negative where it costs."""
+    """What a λ saves of Q at one point of training, with standard errors: shares, negative where it
+    costs.
+    """
 
     apparent: float
     """At a mean λ of 1, as v² has it."""
@@ -203,17 +264,21 @@ class Saved(NamedTuple):
     """The same in truth: with the errors ε² themselves."""
     real_error: float
     at_equal_progress: float
-    """In truth, with λ so scaled that E[λ ḡ·g] is what it is without: it goes as far along the gradient."""
+    """In truth, with λ so scaled that E[λ ḡ·g] is what it is without: it goes as far along the
+    gradient.
+    """
     at_equal_progress_error: float
 
 
 def saved(columns: dict[str, Tensor], lambda0: float, **options: object) -> Saved:
-    """Of a causal λ over batches at one point; standard errors are of 200 bootstrap samples."""
+    """Return what a causal λ saves over batches at one point; standard errors are of 200 bootstrap
+    samples.
+    """
     lam = causal(columns["v2"], columns["g2"] if options.get("scale_free") else None, **options)
     v2, e2, p = columns["v2"], columns["e2"], columns["progress"]
 
     def cost(scaled: Tensor, of: Tensor) -> Tensor:
-        """Q over what it is for λ = 1, for each row of batches."""
+        """Return what is saved of Q against λ = 1, for each row of batches."""
         return 1 - (scaled * (1 + scaled / lambda0) / (1 + 1 / lambda0) * of).mean(-1) / of.mean(-1)
 
     index = torch.randint(len(lam), (200, len(lam)), generator=torch.Generator().manual_seed(0))
@@ -225,4 +290,6 @@ def saved(columns: dict[str, Tensor], lambda0: float, **options: object) -> Save
         each.append((cost(even, errors), cost(far, errors)))
     (real, equal), spread = each
     apparent = cost(lam / lam.mean(), v2)
-    return Saved(float(apparent), float(real), float(spread[0].std()), float(equal), float(spread[1].std()))
+    return Saved(
+        float(apparent), float(real), float(spread[0].std()), float(equal), float(spread[1].std())
+    )

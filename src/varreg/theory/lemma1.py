@@ -1,21 +1,30 @@
-"""Lemma 1: along every path of SGD, the averaged loss stays below a bound that can be computed from the path.
+"""Lemma 1: along every path of SGD, the averaged loss stays below a bound that can be computed from
+the path.
 
-For convex f with ∇f L-Lipschitz, γ_t ≤ 1/L and |x_t − x*| ≤ M, with ε_t the error of the gradient g_t at x_t, t = 0 … T−1,
+For convex f with ∇f L-Lipschitz, γ_t ≤ 1/L and |x_t − x*| ≤ M, with ε_t the error of the gradient
+g_t at x_t, t = 0 … T−1,
 
-    (1/T) Σ [f(x_{t+1}) − f*]  ≤  S_T = (1/T) [ W·M²/2 + ½ Σ γ_t(1 + Lγ_t)ε_t² − Σ ε_t·(x_t − Lγ_t²g_t − x*) ]
+    (1/T) Σ [f(x_{t+1}) − f*]  ≤  S_T
 
-The paper has W = 1/γ_{T−1}. Its proof ends with (1/γ₀)|x₀−x*|² + Σ (1/γ_t − 1/γ_{t−1})|x_t−x*|² and puts M² for every |x_t−x*|²: that is an upper
-bound only where no (1/γ_t − 1/γ_{t−1}) is negative, that is where γ_t never grows. A regularized step γ_t = αλ_t does grow at times. What holds for
-any steps is W = 1/γ₀ + Σ max(0, 1/γ_t − 1/γ_{t−1}), which is the paper's where γ_t never grows. Where γ_t goes up and down, W grows as T does, and
-W·M²/2T does not fall: for VR-SGD the start is never forgotten in this bound.
+    S_T = (1/T) [ W·M²/2 + ½ Σ γ_t(1 + Lγ_t)ε_t² − Σ ε_t·(x_t − Lγ_t²g_t − x*) ]
 
-It is in the same proof with each step weighted by γ_t: then the distances telescope whatever the order of the steps is, and no M is needed,
+The paper has W = 1/γ_{T−1}. Its proof ends with (1/γ₀)|x₀−x*|² + Σ (1/γ_t − 1/γ_{t−1})|x_t−x*|² and
+puts M² for every |x_t−x*|²: that is an upper bound only where no (1/γ_t − 1/γ_{t−1}) is negative,
+that is where γ_t never grows. A regularized step γ_t = αλ_t does grow at times. What holds for any
+steps is W = 1/γ₀ + Σ max(0, 1/γ_t − 1/γ_{t−1}), which is the paper's where γ_t never grows. Where
+γ_t goes up and down, W grows as T does, and W·M²/2T does not fall: for VR-SGD the start is never
+forgotten in this bound.
 
-    (1/Σγ_t) Σ γ_t[f(x_{t+1}) − f*]  ≤  (1/Σγ_t) [ ½|x₀ − x*|² + ½ Σ γ_t²(1 + Lγ_t)ε_t² − Σ γ_tε_t·(x_t − Lγ_t²g_t − x*) ]      (weighted)
+It is in the same proof with each step weighted by γ_t: then the distances telescope whatever the
+order of the steps is, and no M is needed,
 
-for γ_t ≤ 1/L. Where γ_t is independent of ε_t, its expectation has Σ γ_t²(1 + Lγ_t)σ_t² where the paper's has Σ γ_t(1 + Lγ_t)σ_t²: with Σγ_t
-given and Lγ_t small, the right side is smallest for γ_t ∝ 1/σ_t². (The left side then weights those steps more.) As ever, noise is forgotten only
-where γ_t → 0.
+    (1/Σγ_t) Σ γ_t[f(x_{t+1}) − f*]  ≤                                          (weighted)
+        (1/Σγ_t) [ ½|x₀ − x*|² + ½ Σ γ_t²(1 + Lγ_t)ε_t² − Σ γ_tε_t·(x_t − Lγ_t²g_t − x*) ]
+
+for γ_t ≤ 1/L. Where γ_t is independent of ε_t, its expectation has Σ γ_t²(1 + Lγ_t)σ_t² where the
+paper's has Σ γ_t(1 + Lγ_t)σ_t²: with Σγ_t given and Lγ_t small, the right side is smallest for γ_t
+∝ 1/σ_t². (The left side then weights those steps more.) As ever, noise is forgotten only where γ_t
+→ 0.
 """
 
 from __future__ import annotations
@@ -25,6 +34,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from varreg.errors import VarregError
 from varreg.theory.problems import Noise, Problem
 
 
@@ -35,7 +45,9 @@ class Paths:
     criterion: Tensor
     """(1/T) Σ [f(x_{t+1}) − f*]."""
     noise: Tensor
-    """(1/T) [½ Σ γ_t(1 + Lγ_t)ε_t² − Σ ε_t·(x_t − Lγ_t²g_t − x*)]: the part of S_T that noise makes."""
+    """(1/T) [½ Σ γ_t(1 + Lγ_t)ε_t² − Σ ε_t·(x_t − Lγ_t²g_t − x*)]: the part of S_T that noise
+    makes.
+    """
     reach: Tensor
     """The largest |x_t − x*| on the way: M."""
     weighted: Tensor
@@ -44,10 +56,15 @@ class Paths:
     """The right side of the weighted version."""
 
 
-def walk(problem: Problem, noise: Noise, gamma: Tensor, start: Tensor, runs: int, seed: int = 0) -> Paths:
-    """x_{t+1} = x_t − γ_t(g_t + ε_t), from `start`, many times."""
+def walk(
+    problem: Problem, noise: Noise, gamma: Tensor, start: Tensor, runs: int, seed: int = 0
+) -> Paths:
+    """Run x_{t+1} = x_t − γ_t(g_t + ε_t) from `start`, many times; return what the runs did."""
     if len(gamma) != len(noise) or not (gamma > 0).all():
-        raise ValueError(f"varreg: one positive step is needed for each of {len(noise)} variances; got {len(gamma)}.")
+        raise VarregError(
+            f"varreg: one positive step is needed for each of {len(noise)} variances; got "
+            f"{len(gamma)}."
+        )
     generator = torch.Generator().manual_seed(seed)
     x = start.double().expand(runs, -1).clone()
     criterion, made, weighted = torch.zeros(3, runs, dtype=torch.float64)
@@ -67,7 +84,7 @@ def walk(problem: Problem, noise: Noise, gamma: Tensor, start: Tensor, runs: int
 
 
 def weight(gamma: Tensor, as_printed: bool = False) -> float:
-    """W: 1/γ_{T−1} as printed; 1/γ₀ + Σ max(0, 1/γ_t − 1/γ_{t−1}) in the version that holds.
+    """Return W: 1/γ_{T−1} as printed; 1/γ₀ + Σ max(0, 1/γ_t − 1/γ_{t−1}) in the version that holds.
 
     >>> falling, growing = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.25, 0.5])
     >>> weight(falling), weight(falling, as_printed=True)
@@ -76,9 +93,11 @@ def weight(gamma: Tensor, as_printed: bool = False) -> float:
     (4.0, 2.0)
     """
     inverse = 1 / gamma.double()
-    return float(inverse[-1]) if as_printed else float(inverse[0] + inverse.diff().clamp(min=0).sum())
+    return (
+        float(inverse[-1]) if as_printed else float(inverse[0] + inverse.diff().clamp(min=0).sum())
+    )
 
 
 def bound(paths: Paths, gamma: Tensor, as_printed: bool = False) -> Tensor:
-    """S_T of each path, with M its own reach."""
+    """Return S_T of each path, with M its reach."""
     return weight(gamma, as_printed) * paths.reach.square() / (2 * len(gamma)) + paths.noise

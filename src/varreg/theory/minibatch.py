@@ -1,7 +1,8 @@
 """S2.2: what the variance within a mini-batch says about the error of its mean.
 
-With m samples drawn independently, σ² the variance of their mean gradient ḡ, and v² = (1/m) Σ (gᵢ − ḡ)² the variance that varreg measures,
-E[v²] = (m − 1)σ². (One sample has variance mσ², and v² falls short of that by the variance of the mean itself.)
+With m samples drawn independently, σ² the variance of their mean gradient ḡ, and v² = (1/m) Σ (gᵢ −
+ḡ)² the variance that varreg measures, E[v²] = (m − 1)σ². (One sample has variance mσ², and v² falls
+short of that by the variance of the mean itself.)
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import varreg
+from varreg.errors import VarregError
 
 
 class Ratio(NamedTuple):
@@ -22,13 +24,17 @@ class Ratio(NamedTuple):
 
 
 def ratio(m: int, batches: int, replace: bool = True, seed: int = 0) -> Ratio:
-    """Of a small network on 40 samples, at one point, over many mini-batches of m samples that varreg measures.
+    """Return E[v²]/σ² of a small network on 40 samples, at one point, over many mini-batches of m
+    samples that varreg measures.
 
-    σ² is known: the variance of a single sample's gradient over the 40, divided by m, where they are drawn independently; and less, by the factor
-    of a finite population, where they are not (`replace=False`), so that the ratio is not m − 1 then.
+    σ² is known: the variance of a single sample's gradient over the 40, divided by m, where they
+    are drawn independently; and less, by the factor of a finite population, where they are not
+    (`replace=False`), so that the ratio is not m − 1 then.
     """
     if m < 2:
-        raise ValueError(f"varreg: a batch of {m} has no variance within it; use at least 2 samples.")
+        raise VarregError(
+            f"varreg: a batch of {m} has no variance within it; use at least 2 samples."
+        )
     generator = torch.Generator().manual_seed(seed)
     n = 40
     x, y = (torch.randn(n, k, generator=generator, dtype=torch.float64) for k in (4, 1))
@@ -39,13 +45,22 @@ def ratio(m: int, batches: int, replace: bool = True, seed: int = 0) -> Ratio:
     with varreg.observe(model):
 
         def variance(index: torch.Tensor) -> float:
+            """Return v² of these samples, summed over all parameters."""
             model.zero_grad()
             nn.functional.mse_loss(model(x[index]), y[index]).backward()
-            return sum(float(found.variance.sum()) for p in model.parameters() if (found := varreg.moments(p)) is not None)
+            return sum(
+                float(moments.variance.sum())
+                for p in model.parameters()
+                if (moments := varreg.moments(p)) is not None
+            )
 
         sigma2 = variance(torch.arange(n)) / m * (1 if replace else (n - m) / (n - 1))
         for _ in range(batches):
-            index = torch.randint(n, (m,), generator=generator) if replace else torch.randperm(n, generator=generator)[:m]
+            index = (
+                torch.randint(n, (m,), generator=generator)
+                if replace
+                else torch.randperm(n, generator=generator)[:m]
+            )
             within.append(variance(index) / sigma2)
     values = torch.tensor(within, dtype=torch.float64)
     return Ratio(float(values.mean()), float(values.std() / batches**0.5))

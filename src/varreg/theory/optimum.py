@@ -1,9 +1,10 @@
 """The paper's problem in full, solved exactly: the best regularizer in hindsight.
 
-    minimize  Q = Σ λ_t (1 + λ_t/λ₀) σ_t²    subject to    Σ λ_t = T,   λ_min ≤ λ_t ≤ λ_max        (section 3)
+    minimize  Q = Σ λ_t (1 + λ_t/λ₀) σ_t²    subject to    Σ λ_t = T,   λ_min ≤ λ_t ≤ λ_max
+    (section 3)
 
-It is convex and separable. With ξ the multiplier of the sum, λ_t = clip((λ₀/2)(ξ/σ_t² − 1), λ_min, λ_max), and ξ is where the sum is T:
-one equation in one unknown, whose left side rises with ξ.
+It is convex and separable. With ξ the multiplier of the sum, λ_t = clip((λ₀/2)(ξ/σ_t² − 1), λ_min,
+λ_max), and ξ is where the sum is T: one equation in one unknown, whose left side rises with ξ.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ import math
 import torch
 from torch import Tensor
 
+from varreg.errors import VarregError
+
 
 def objective(lam: Tensor, sigma2: Tensor, lambda0: float) -> Tensor:
-    """Q = Σ λ_t (1 + λ_t/λ₀) σ_t²."""
+    """Return Q = Σ λ_t (1 + λ_t/λ₀) σ_t²."""
     return (lam * (1 + lam / lambda0) * sigma2).sum()
 
 
 def unbounded(sigma2: Tensor, lambda0: float) -> Tensor:
-    """The solution without bounds (S1.5): (1 + λ₀/2)·σ̃²/σ_t² − λ₀/2, with σ̃² the harmonic mean. It may be negative.
+    """Return the solution without bounds (S1.5): (1 + λ₀/2)·σ̃²/σ_t² − λ₀/2, with σ̃² the harmonic
+    mean. It may be negative.
 
     >>> unbounded(torch.tensor([1.0, 2.0, 2.0]), lambda0=2.0)
     tensor([2.0000, 0.5000, 0.5000])
@@ -30,9 +34,10 @@ def unbounded(sigma2: Tensor, lambda0: float) -> Tensor:
 
 
 def optimal(sigma2: Tensor, lambda0: float, low: float = 0.0, high: float = math.inf) -> Tensor:
-    """The solution, with bounds, to rounding.
+    """Return the solution, with bounds, to rounding.
 
-    ξ is bracketed and bisected; between two steps, where no λ_t passes a bound, the equation is linear, and is solved as such.
+    ξ is bracketed and bisected; between two steps, where no λ_t passes a bound, the equation is
+    linear, and is solved as such.
 
     >>> optimal(torch.tensor([1.0, 2.0, 2.0]), lambda0=2.0, high=1.5)
     tensor([1.5000, 0.7500, 0.7500])
@@ -64,11 +69,20 @@ def optimal(sigma2: Tensor, lambda0: float, low: float = 0.0, high: float = math
 
 
 def _check(sigma2: Tensor, lambda0: float, low: float, high: float) -> None:
+    """Raise if there is no solution."""
     if sigma2.dim() != 1 or not len(sigma2):
-        raise ValueError(f"varreg: variances must be a series, of one dimension and not empty; got shape {tuple(sigma2.shape)}.")
+        raise VarregError(
+            "varreg: variances must be a series, of one dimension and not empty; got shape "
+            f"{tuple(sigma2.shape)}."
+        )
     if not sigma2.isfinite().all() or not (sigma2 > 0).all():
-        raise ValueError("varreg: variances must be positive and finite: at one of 0, all of λ would go there.")
+        raise VarregError(
+            "varreg: variances must be positive and finite: at one of 0, all of λ would go there."
+        )
     if not 0 < lambda0 < math.inf:
-        raise ValueError(f"varreg: λ₀ must be positive; got {lambda0}.")
+        raise VarregError(f"varreg: λ₀ must be positive; got {lambda0}.")
     if not 0 <= low <= 1 <= high:
-        raise ValueError(f"varreg: bounds must be 0 ≤ λ_min ≤ 1 ≤ λ_max, since the mean of λ is 1; got {low} and {high}.")
+        raise VarregError(
+            f"varreg: bounds must be 0 ≤ λ_min ≤ 1 ≤ λ_max, since the mean of λ is 1; got {low} "
+            f"and {high}."
+        )

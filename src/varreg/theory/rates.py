@@ -1,12 +1,14 @@
 """Theorem S0, its corollary and the trade-off: how fast things fall.
 
-With γ_t = 1/(tl), t = 1, 2, …, R_t = |x_t − x*|² and G² ≥ E|ḡ_t|² for all t, theorem S0 says E[R_t] ≤ max{R₁, G²/l²}/t. Its induction
-multiplies E[R_t] ≤ R/t by 1 − 2/t, which at t = 1 is negative, so that the step from 1 to 2 is not proved; and it can fail
-(`tests/test_rates.py` has an example, noise that is large once). From t = 2 on the induction is sound, and since E[R₂] ≤ G²/l², what holds
-is E[R_t] ≤ 2G²/(l²t). (R₁ need not be named: G² ≥ |g₁|² ≥ l²R₁.)
+With γ_t = 1/(tl), t = 1, 2, …, R_t = |x_t − x*|² and G² ≥ E|ḡ_t|² for all t, theorem S0 says E[R_t]
+≤ max{R₁, G²/l²}/t. Its induction multiplies E[R_t] ≤ R/t by 1 − 2/t, which at t = 1 is negative, so
+that the step from 1 to 2 is not proved; and it can fail (`tests/theory/test_rates.py` has an
+example, noise that is large once). From t = 2 on the induction is sound, and since E[R₂] ≤ G²/l²,
+what holds is E[R_t] ≤ 2G²/(l²t). (R₁ need not be named: G² ≥ |g₁|² ≥ l²R₁.)
 
-The corollary says that Var(R_t) falls faster than γ_t². Its formula is for one step, given where the last one ended, and for that it is
-true: the rate is t^−3. The variance over whole runs falls as t^−2, which is no faster than γ_t².
+The corollary says that Var(R_t) falls faster than γ_t². Its formula is for one step, given where
+the last one ended, and for that it is true: the rate is t^−3. The variance over whole runs falls as
+t^−2, which is no faster than γ_t².
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from varreg.errors import VarregError
 from varreg.theory.problems import Noise, Problem
 
 
@@ -37,7 +40,7 @@ class Distances:
 
 
 def distances(problem: Problem, noise: Noise, start: Tensor, runs: int, seed: int = 0) -> Distances:
-    """SGD with γ_t = 1/(tl)."""
+    """Run SGD with γ_t = 1/(tl); return what became of the distance."""
     generator = torch.Generator().manual_seed(seed)
     x, d = start.double().expand(runs, -1).clone(), problem.dimension
     rows = []
@@ -48,20 +51,22 @@ def distances(problem: Problem, noise: Noise, start: Tensor, runs: int, seed: in
         ahead = (x - gamma * g - problem.minimum).square().sum(1)  # |d_t|²
         fourth = float(noise.fourth(d)[i]) - sigma2**2
         one_step = gamma**4 * fourth + 4 * gamma**2 * sigma2 / d * ahead.mean()
-        rows.append([R.mean(), R.std() / math.sqrt(runs), R.var(), one_step, step.square().sum(1).mean()])
+        rows.append(
+            [R.mean(), R.std() / math.sqrt(runs), R.var(), one_step, step.square().sum(1).mean()]
+        )
         x = x - gamma * step
     return Distances(*torch.tensor(rows, dtype=torch.float64).T)
 
 
-def theorem_s0(found: Distances, l: float, as_printed: bool = False) -> Tensor:  # noqa: E741
-    """The bound on E[R_t], t = 1 … T, with G² the largest E|ḡ_t|² that was measured."""
-    G2 = float(found.second_moment.max())
-    t = torch.arange(1, len(found.mean) + 1, dtype=torch.float64)
-    return (max(float(found.mean[0]), G2 / l**2) if as_printed else 2 * G2 / l**2) / t
+def theorem_s0(runs: Distances, l: float, as_printed: bool = False) -> Tensor:  # noqa: E741
+    """Return the bound on E[R_t], t = 1 … T, with G² the largest E|ḡ_t|² that was measured."""
+    G2 = float(runs.second_moment.max())
+    t = torch.arange(1, len(runs.mean) + 1, dtype=torch.float64)
+    return (max(float(runs.mean[0]), G2 / l**2) if as_printed else 2 * G2 / l**2) / t
 
 
 def exponent(values: Tensor, first: int, times: Tensor | None = None) -> float:
-    """a in values ∝ t^a, by least squares of logarithms, from the `first` value on.
+    """Return a in values ∝ t^a, by least squares of logarithms, from the `first` value on.
 
     >>> round(exponent(torch.arange(1, 100).double() ** -1.5, 10), 6)
     -1.5
@@ -72,9 +77,13 @@ def exponent(values: Tensor, first: int, times: Tensor | None = None) -> float:
     return float((x * y).sum() / x.square().sum())
 
 
-def trade_off(alpha: float, T: int, M: float = 1.0, sigma2: float = 1.0, L: float = 1.0) -> tuple[float, float]:
-    """The two terms of E[S_T] for γ_t = t^−α/L and steady noise: what the start costs, M²/(2γ_T T), and what noise costs."""
+def trade_off(
+    alpha: float, T: int, M: float = 1.0, sigma2: float = 1.0, L: float = 1.0
+) -> tuple[float, float]:
+    """Return the two terms of E[S_T] for γ_t = t^−α/L and steady noise: what the start costs,
+    M²/(2γ_T T), and what noise costs.
+    """
     if not 0 < alpha < 1:
-        raise ValueError(f"varreg: the trade-off is for α between 0 and 1; got {alpha}.")
+        raise VarregError(f"varreg: the trade-off is for α between 0 and 1; got {alpha}.")
     gamma = torch.arange(1, T + 1, dtype=torch.float64) ** -alpha / L
     return M**2 / (2 * float(gamma[-1]) * T), float((gamma * (1 + L * gamma)).mean()) * sigma2 / 2

@@ -1,8 +1,11 @@
-"""Is λ_t independent of the error ε_t that it multiplies? The theory takes it so: γ_t is given, E[γ_t ε_t] = 0 and E[γ_t ε_t²] = γ_t σ_t².
+"""Whether λ_t is independent of the error ε_t that it multiplies. The theory takes it so: γ_t is
+given, E[γ_t ε_t] = 0 and E[γ_t ε_t²] = γ_t σ_t².
 
-But λ_t comes out of the same mini-batch as ε_t. The variance v² of samples is independent of their mean where samples are normal (Cochran), and
-not where they are skewed: if the rare large samples lie along the gradient, a batch that has one has a large v² and a large ḡ, and λ cuts that step
-short. ρ = v²/ḡ² has the mean in it: where ε_t makes |ḡ_t| large, ρ is small and λ large. Such steps carry more error, and go further.
+But λ_t comes out of the same mini-batch as ε_t. The variance v² of samples is independent of their
+mean where samples are normal (Cochran), and not where they are skewed: if the rare large samples
+lie along the gradient, a batch that has one has a large v² and a large ḡ, and λ cuts that step
+short. ρ = v²/ḡ² has the mean in it: where ε_t makes |ḡ_t| large, ρ is small and λ large. Such steps
+carry more error, and go further.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import torch
 from torch import Tensor
 
 from varreg import regularizer
+from varreg.errors import VarregError
 from varreg.theory.convergence import Measured
 from varreg.theory.problems import SHAPES
 
@@ -35,12 +39,16 @@ def own_batch(
     history: regularizer.History = "mean",
     runs: int = 40_000,
 ) -> OwnBatch:
-    """Of many runs of a true gradient of 1, or of −1 with `along=False`, whose mean over m samples has a standard error of `noise`.
+    """Measure both over many runs of a true gradient of 1, or of −1 with `along=False`, whose mean
+    over m samples has a standard error of `noise`.
 
-    Skewed noise has its long tail on the positive side: `along` the gradient, or against it. λ is VR-SGD's, with a history of 20 steps behind it.
+    Skewed noise has its long tail on the positive side: `along` the gradient, or against it. λ is
+    VR-SGD's, with a history of 20 steps behind it.
     """
     if shape not in SHAPES:
-        raise ValueError(f"varreg: the shape of noise must be one of {', '.join(SHAPES)}; got {shape!r}.")
+        raise VarregError(
+            f"varreg: the shape of noise must be one of {', '.join(SHAPES)}; got {shape!r}."
+        )
     options = {**regularizer.DEFAULTS, "scale_free": scale_free, "history": history}
     generator, g = torch.Generator().manual_seed(0), 1.0 if along else -1.0
     past, count = torch.zeros(2, runs, dtype=torch.float64)
@@ -48,10 +56,12 @@ def own_batch(
         errors = noise * m**0.5 * SHAPES[shape](m, runs, generator)
         epsilon = errors.mean(0)
         lam = regularizer.lambdas(errors.var(0, correction=0), g + epsilon, past, count, m, options)
-    return OwnBatch(_ratio(lam * (g + epsilon) / g, lam), _ratio(lam * epsilon.square() / noise**2, lam))
+    return OwnBatch(
+        _ratio(lam * (g + epsilon) / g, lam), _ratio(lam * epsilon.square() / noise**2, lam)
+    )
 
 
 def _ratio(a: Tensor, b: Tensor) -> Measured:
-    """E[a]/E[b], which is claimed to be 1."""
+    """Return E[a]/E[b], which is claimed to be 1."""
     value = float(a.mean() / b.mean())
     return Measured(value, float((a - value * b).std() / (b.mean() * len(a) ** 0.5)), 1.0)

@@ -1,105 +1,180 @@
-"""Convolutions: a matrix product of the output gradient with what each kernel position sees, sample by sample."""
+"""Convolutions: the contribution of a sample is a matrix product of its output gradient with the
+inputs of each kernel position.
+
+This file does not sum W. `Contribution.sums` (contribution.py) does; or a backend does everything
+in one pass (native/convolution.h, triton/convolutions.py).
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from varreg import native
-from varreg.engine.contribution import Contribution, Lazy
-from varreg.engine.rules.rule import Call, Contributions, batch_first, bias_of, channel_sums, images, rule
-from varreg.memory import scratch
+from varreg.backends import BACKENDS
+from varreg.engine.contribution import GRADIENTS, Bias, Weight
+from varreg.engine.partition import Partition
+from varreg.engine.rules.rule import Contributions, Use, batch_first, channel_sums, images, rule
+from varreg.memory import Workspace
+from varreg.native.layer_sums import Sums
+from varreg.thresholds import GEOMETRIES
+
+_WINDOWS = Workspace()  # for what kernel positions see
 
 
-def _tuple(value: Any, n: int) -> tuple[int, ...]:
-    return tuple(value) * (n if len(value) == 1 else 1) if isinstance(value, list | tuple) else (value,) * n
+class Geometry(NamedTuple):
+    """How a kernel moves over an input, with a number for each of the input's dimensions."""
+
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    before: tuple[int, ...]
+    """The padding before the first pixel."""
+    pads: tuple[int, ...]
+    """All padding, as `F.pad` takes it; empty if there is none."""
 
 
-def _windows(x: Tensor, kernel: torch.Size, out: torch.Size, stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
-    """A view `[b, c, *kernel, *out]` on a padded `[b, c, *space]`: what each kernel position sees at each output position."""
-    strides = x.stride()
-    return x.as_strided(
-        (*x.shape[:2], *kernel, *out),
-        (
-            *strides[:2],
-            *(s * d for s, d in zip(strides[2:], dilation, strict=True)),
-            *(s * t for s, t in zip(strides[2:], stride, strict=True)),
-        ),
-    )
+def _geometry(kernel: torch.Size, stride: Any, padding: Any, dilation: Any) -> Geometry:
+    """Return the geometry of a convolution. It is kept; a list cannot be looked up, a tuple can."""
+    if isinstance(stride, list):
+        stride = tuple(stride)
+    if isinstance(padding, list):
+        padding = tuple(padding)
+    if isinstance(dilation, list):
+        dilation = tuple(dilation)
+    return _known_geometry(kernel, stride, padding, dilation)
 
 
-def _conv_weight(
-    call: Call,
-    shape: torch.Size,
-    x: Tensor,
-    dy: Tensor,
-    stride: Any,
-    padding: Sequence[tuple[int, int]],
-    dilation: Any,
-    groups: int,
-) -> Contribution:
-    """c_b = Σ_r δ_br ⊗ window_br(x), for `x [b·k, C, …]` and `dy [b·k, O, …]`, k images a sample."""
-    n = x.dim() - 2
-    kernel, space = shape[2:], dy.shape[2:]
-    stride, dilation = _tuple(stride, n), _tuple(dilation, n)
-    pads = [p for pair in reversed(padding) for p in pair]
-    channels, features = x.shape[1] // groups, dy.shape[1] // groups
-    r, i = math.prod(space), channels * math.prod(kernel)
-    images = x.shape[0] // max(call.partition.batch, 1)
-
-    def make(first: int, last: int, start: int, n: int) -> Tensor:
-        part = slice(start * images, (start + (last - first) * n) * images)
-        chunk = F.pad(x[part], pads) if any(pads) else x[part]
-        windows = _windows(chunk, kernel, space, stride, dilation)
-        a = scratch("windows", windows.shape, x).copy_(windows).view(-1, i, r)  # b·g, i, r
-        delta = dy[part].reshape(-1, features, r)  # b·g, o, r
-        c = torch.bmm(delta, a.transpose(1, 2), out=scratch("gradients", (len(a), features, i), x))
-        if n * images > 1:
-            c = c.view(last - first, n * images, -1).sum(1)
-        return c.view(last - first, *shape)
-
-    def cost(n: int) -> int:
-        return n * images * groups * max(i * features, i * r)
-
-    def sums(bias: bool) -> native.sums.Sums | None:
-        before = tuple([first for first, _ in padding])
-        how: dict[str, Any] = {"per": images, "parts": groups, "bias": bias}
-        return native.sums.conv(x, dy, tuple(kernel), stride, before, dilation, call.partition.groups, **how)
-
-    def total() -> Tensor:
-        """As autograd has it: also where gradients are batched (`is_grads_batched`)."""
-        weight = x.new_zeros(()).expand(shape)
-        given = F.pad(x, pads) if any(pads) else x
-        seen: tuple[Any, ...] = (..., *(slice(reach) for reach in _reach(kernel, space, stride, dilation)))
-        whole = (dy, given[seen], weight, None, stride, (0,) * n, dilation, False, (0,) * n, groups, (False, True, False))
-        found: Tensor = torch.ops.aten.convolution_backward(*whole)[1]
-        return found
-
-    return Lazy(call.partition, shape, make, cost, sums, total)
+@functools.lru_cache(maxsize=GEOMETRIES)
+def _known_geometry(kernel: torch.Size, stride: Any, padding: Any, dilation: Any) -> Geometry:
+    n = len(kernel)
+    stride, dilation = _per_dimension(stride, n), _per_dimension(dilation, n)
+    if padding == "same":
+        total = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+        pairs = [(t // 2, t - t // 2) for t in total]
+    elif padding == "valid":
+        pairs = [(0, 0)] * n
+    else:
+        pairs = [(p, p) for p in _per_dimension(padding, n)]
+    pads = tuple(p for pair in reversed(pairs) for p in pair)
+    return Geometry(stride, dilation, tuple(p for p, _ in pairs), pads if any(pads) else ())
 
 
-def _reach(kernel: Sequence[int], space: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> list[int]:
-    """How far the kernel gets in each dimension: what comes after is seen by nobody."""
-    return [(s - 1) * t + (k - 1) * d + 1 for k, s, t, d in zip(kernel, space, stride, dilation, strict=True)]
+def _per_dimension(value: Any, n: int) -> tuple[int, ...]:
+    if isinstance(value, tuple):
+        return value * (n if len(value) == 1 else 1)
+    return (value,) * n
 
 
-def _same(kernel: Sequence[int], dilation: Sequence[int]) -> list[tuple[int, int]]:
-    total = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
-    return [(t // 2, t - t // 2) for t in total]
+class Convolution(Weight):
+    """c_b = Σ_r δ_br ⊗ window_br(x), for x `[b·k, C, …]` and δ `[b·k, O, …]`, k images a sample.
+
+    The window of x at r is what each kernel position sees at output position r. `parts` is how many
+    parts the channels are divided into, which torch calls groups.
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        shape: torch.Size,
+        x: Tensor,
+        delta: Tensor,
+        geometry: Geometry,
+        parts: int,
+        with_bias: bool = False,
+    ):
+        self.partition, self.shape, self.with_bias = partition, shape, with_bias
+        self.x, self.delta, self.geometry, self.parts = x, delta, geometry, parts
+        self.images = x.shape[0] // max(partition.batch, 1)  # of one sample
+
+    def source(self) -> Tensor:
+        return self.delta
+
+    def groups(self, first: int, last: int, start: int, n: int) -> Tensor:
+        part = slice(start * self.images, (start + (last - first) * n) * self.images)
+        windows = self._windows(self._padded(self.x[part]))
+        o, i, r = self._sizes
+        a = _WINDOWS.take(windows.shape, self.x).copy_(windows).view(-1, i, r)  # b·g, i, r
+        delta = self.delta[part].reshape(-1, o, r)  # b·g, o, r
+        out = GRADIENTS.take((len(a), o, i), self.x)
+        c = torch.bmm(delta, a.transpose(1, 2), out=out)
+        if n * self.images > 1:
+            c = c.view(last - first, n * self.images, -1).sum(1)
+        return c.view(last - first, *self.shape)
+
+    def _padded(self, x: Tensor) -> Tensor:
+        return F.pad(x, self.geometry.pads) if self.geometry.pads else x
+
+    def _windows(self, x: Tensor) -> Tensor:
+        """Return a view `[b, c, *kernel, *out]` on a padded `[b, c, *space]`."""
+        strides, (stride, dilation, _, _) = x.stride(), self.geometry
+        return x.as_strided(
+            (*x.shape[:2], *self.shape[2:], *self.delta.shape[2:]),
+            (
+                *strides[:2],
+                *(s * d for s, d in zip(strides[2:], dilation, strict=True)),
+                *(s * t for s, t in zip(strides[2:], stride, strict=True)),
+            ),
+        )
+
+    def cost(self, n: int) -> int:
+        o, i, r = self._sizes
+        return n * self.images * self.parts * max(i * o, i * r)
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        """Return the numbers of output features and window elements in a part, and of positions."""
+        i = self.x.shape[1] // self.parts * math.prod(self.shape[2:])
+        return self.delta.shape[1] // self.parts, i, math.prod(self.delta.shape[2:])
+
+    def sums_in_one_pass(self) -> Sums | None:
+        kernel, (stride, dilation, before, _) = tuple(self.shape[2:]), self.geometry
+        return BACKENDS[self.x.device.type].conv(
+            *(self.x, self.delta, kernel, stride, before, dilation, self.partition.groups),
+            per=self.images,
+            parts=self.parts,
+            bias=self.with_bias,
+        )
+
+    def total(self) -> Tensor | None:
+        """Return S as autograd has it: also where gradients are batched (`is_grads_batched`)."""
+        if not self.partition.batch:
+            return super().total()
+        stride, dilation, _, _ = self.geometry
+        seen = _reach(self.shape[2:], self.delta.shape[2:], stride, dilation)
+        part: tuple[Any, ...] = (..., *(slice(n) for n in seen))
+        x = self._padded(self.x)[part]
+        weight, none = self.x.new_zeros(()).expand(self.shape), (0,) * len(stride)
+        geometry = stride, none, dilation, False, none, self.parts
+        wanted = False, True, False
+        total: Tensor = torch.ops.aten.convolution_backward(
+            self.delta, x, weight, None, *geometry, wanted
+        )[1]
+        return total
 
 
-def _is_batch(call: Call) -> bool:
-    return batch_first(call) and len(call.shapes["input"]) == len(call.shapes["weight"])  # not a single image without a batch
+def _reach(
+    kernel: Sequence[int], space: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> list[int]:
+    """Return how far the kernel gets in each dimension: what comes after is seen by nobody."""
+    return [
+        (s - 1) * t + (k - 1) * d + 1
+        for k, s, t, d in zip(kernel, space, stride, dilation, strict=True)
+    ]
+
+
+def _is_batch(use: Use) -> bool:
+    """Return whether the input has a batch; a single image has none."""
+    return batch_first(use) and len(use.shapes["input"]) == len(use.shapes["weight"])
 
 
 @rule(F.conv1d, F.conv2d, F.conv3d, saves="input", when=_is_batch)
 def conv(
-    call: Call,
+    use: Use,
     grads: list[Tensor],
     input: Tensor,
     weight: None,
@@ -109,25 +184,20 @@ def conv(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Contributions:
-    dy = images(grads[0], call.out)
-    n = dy.dim() - 2
-    out: Contributions = {}
-    if "weight" in call.wants:
-        kernel = call.shapes["weight"][2:]
-        if isinstance(padding, str):
-            pads = _same(kernel, _tuple(dilation, n)) if padding == "same" else [(0, 0)] * n
-        else:
-            pads = [(p, p) for p in _tuple(padding, n)]
-        x = images(input.to(dy.dtype), call.layouts["input"])
-        out["weight"] = _conv_weight(call, call.shapes["weight"], x, dy, stride, pads, dilation, groups)
-    if "bias" in call.wants:
-        out["bias"] = bias_of(out.get("weight"), lambda: channel_sums(call, dy))
-    return out
+    dy, with_bias = images(grads[0], use.output_place), "bias" in use.wants
+    if "weight" not in use.wants:
+        return {"bias": channel_sums(use, dy)}
+    shape, x = use.shapes["weight"], images(input.to(dy.dtype), use.input_places["input"])
+    how = _geometry(shape[2:], stride, padding, dilation)
+    weights = Convolution(use.partition, shape, x, dy, how, groups, with_bias)
+    if not with_bias:
+        return {"weight": weights}
+    return {"weight": weights, "bias": Bias(weights, lambda: channel_sums(use, dy))}
 
 
 @rule(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, saves="input", when=_is_batch)
 def conv_transpose(
-    call: Call,
+    use: Use,
     grads: list[Tensor],
     input: Tensor,
     weight: None,
@@ -138,14 +208,15 @@ def conv_transpose(
     groups: int = 1,
     dilation: Any = 1,
 ) -> Contributions:
-    """The adjoint of a convolution: its weight gradient is the convolution's, with input and output gradient swapped."""
-    dy = images(grads[0], call.out)
+    """Return contributions to the adjoint of a convolution: its weight gradient is the
+    convolution's, with input and output gradient swapped.
+    """
+    dy = images(grads[0], use.output_place)
     out: Contributions = {}
-    if "weight" in call.wants:
-        n = dy.dim() - 2
-        pads = [(p, p) for p in _tuple(padding, n)]
-        x = images(input.to(dy.dtype), call.layouts["input"])
-        out["weight"] = _conv_weight(call, call.shapes["weight"], dy, x, stride, pads, dilation, groups)
-    if "bias" in call.wants:
-        out["bias"] = channel_sums(call, dy)
+    if "weight" in use.wants:
+        shape, x = use.shapes["weight"], images(input.to(dy.dtype), use.input_places["input"])
+        how = _geometry(shape[2:], stride, padding, dilation)
+        out["weight"] = Convolution(use.partition, shape, dy, x, how, groups)
+    if "bias" in use.wants:
+        out["bias"] = channel_sums(use, dy)
     return out

@@ -1,4 +1,6 @@
-"""Normalization layers, y = x̂·w + b with x̂ normalized once more, from x; and PReLU, which has one slope per channel."""
+"""Normalization layers, y = x̂·w + b, for which x̂ is computed again from x; and PReLU, which has
+one slope per channel.
+"""
 
 from __future__ import annotations
 
@@ -10,47 +12,98 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from varreg import native
-from varreg.engine.contribution import Contribution, Dense
-from varreg.engine.rules.rule import Call, Contributions, batch_first, channel_sums, images, row_sums, rule
+from varreg.backends import BACKENDS
+from varreg.engine.contribution import Bias, Contribution, Dense, Weight
+from varreg.engine.partition import Partition
+from varreg.engine.rules.rule import (
+    Contributions,
+    Use,
+    batch_first,
+    channel_sums,
+    images,
+    row_sums,
+    rule,
+)
+from varreg.few_launches import both_sums
 
-Sums = tuple[Tensor, Tensor] | None  # of dy·x̂, and of dy; None where it takes PyTorch
+Sums = tuple[Tensor, Tensor] | Tensor | None  # of dy·x̂, and of dy; None where PyTorch is needed
 
 
 def _affine(
-    call: Call, dy: Tensor, x: Tensor, features: int, sums: Callable[..., Sums], twin: Callable[..., Tensor]
+    use: Use,
+    dy: Tensor,
+    x: Tensor,
+    features: int,
+    sums: Callable[..., Sums],
+    normalize: Callable[..., Tensor],
 ) -> Contributions:
-    """The affine parameters span the last `features` dimensions: `sums` are over rows, `twin` is x̂."""
-    rows = call.rows(dy, features=features)
+    """Return contributions to affine parameters that span the last `features` dimensions. `sums`
+    returns Σ dy·x̂ and Σ dy over rows, `normalize` returns x̂.
+    """
+    rows = use.rows(dy, features=features)
     out: Contributions = {}
-    if "weight" in call.wants:
-        if found := sums(call.rows(x, "input", features), rows):
-            return _both(call, *(Dense(call.partition, t) for t in found))
-        out["weight"] = row_sums(call, call.rows(dy * twin(x).to(dy.dtype), features=features))
-    if "bias" in call.wants:
-        out["bias"] = row_sums(call, rows)
+    if "weight" in use.wants:
+        if (both := sums(use.rows(x, "input", features), rows)) is not None:
+            return _pair(use, both, lambda t: Dense(use.partition, t))
+        out["weight"] = row_sums(use, use.rows(dy * normalize(x).to(dy.dtype), features=features))
+    if "bias" in use.wants:
+        out["bias"] = row_sums(use, rows)
     return out
 
 
-def _affine_channels(call: Call, dy: Tensor, x: Tensor, sums: Callable[..., Sums], twin: Callable[..., Tensor]) -> Contributions:
-    """The affine parameters belong to dimension 1: `sums` are over pixels, `twin` is x̂."""
+def _affine_channels(
+    use: Use, dy: Tensor, x: Tensor, sums: Callable[..., Sums], normalize: Callable[..., Tensor]
+) -> Contributions:
+    """Return contributions to affine parameters of dimension 1. `sums` returns Σ dy·x̂ and Σ dy
+    over pixels, `normalize` returns x̂.
+    """
     out: Contributions = {}
-    if "weight" in call.wants:
-        if found := sums(x, dy):
-            return _both(call, *(channel_sums(call, images(t, call.out)) for t in found))
-        out["weight"] = channel_sums(call, images(dy * twin(x).to(dy.dtype), call.out))
-    if "bias" in call.wants:
-        out["bias"] = channel_sums(call, images(dy, call.out))
+    if "weight" in use.wants:
+        if (both := sums(x, dy)) is not None:
+            return _pair(use, both, lambda t: channel_sums(use, images(t, use.output_place)))
+        out["weight"] = channel_sums(use, images(dy * normalize(x).to(dy.dtype), use.output_place))
+    if "bias" in use.wants:
+        out["bias"] = channel_sums(use, images(dy, use.output_place))
     return out
 
 
-def _both(call: Call, weight: Contribution, bias: Contribution) -> Contributions:
-    return {name: c for name, c in (("weight", weight), ("bias", bias)) if name in call.wants}
+def _pair(
+    use: Use, both: tuple[Tensor, Tensor] | Tensor, contribution: Callable[[Tensor], Contribution]
+) -> Contributions:
+    """Return the contributions of weight and bias, given the sums of both for each sample; as one
+    stack, if they are in one tensor.
+    """
+    if isinstance(both, Tensor) and "bias" in use.wants and both.shape[1] == use.partition.batch:
+        weight = Stacked(use.partition, both)
+        return {"weight": weight, "bias": Bias(weight, lambda: contribution(both[1]))}
+    named = zip(("weight", "bias"), both, strict=True)
+    return {name: contribution(t) for name, t in named if name in use.wants}
+
+
+class Stacked(Weight):
+    """Contributions to a weight and to its bias that are at hand, `[2, b, *shape]`."""
+
+    def __init__(self, partition: Partition, values: Tensor):
+        super().__init__(partition, values.shape[2:])
+        self.values, self._weight = values, Dense(partition, values[0])
+
+    def source(self) -> Tensor:
+        return self.values
+
+    def groups(self, first: int, last: int, start: int, n: int) -> Tensor:
+        return self._weight.groups(first, last, start, n)
+
+    def sums(self) -> tuple[Tensor | None, ...]:
+        if not self.partition.batch or self.partition.groups != self.partition.batch:
+            return self._weight.sums()
+        total, square = both_sums(self.values, dim=1)
+        self.bias_sums = total[1].data, square[1]
+        return total[0].data, square[0]
 
 
 @rule(F.layer_norm, torch.layer_norm, saves="input")
 def layer_norm(
-    call: Call,
+    use: Use,
     grads: list[Tensor],
     input: Tensor,
     normalized_shape: Any,
@@ -58,29 +111,61 @@ def layer_norm(
     bias: None = None,
     eps: float = 1e-5,
 ) -> Contributions:
-    sums = functools.partial(native.reduce.norm_rows, eps=eps)
-    return _affine(call, grads[0], input, len(normalized_shape), sums, lambda x: F.layer_norm(x, normalized_shape, eps=eps))
+    sums = functools.partial(BACKENDS[grads[0].device.type].norm_rows, eps=eps)
+    return _affine(
+        use,
+        grads[0],
+        input,
+        len(normalized_shape),
+        sums,
+        lambda x: F.layer_norm(x, normalized_shape, eps=eps),
+    )
 
 
 @rule(F.rms_norm, torch.rms_norm, saves="input")
 def rms_norm(
-    call: Call, grads: list[Tensor], input: Tensor, normalized_shape: Any, weight: None = None, eps: float | None = None
+    use: Use,
+    grads: list[Tensor],
+    input: Tensor,
+    normalized_shape: Any,
+    weight: None = None,
+    eps: float | None = None,
 ) -> Contributions:
-    sums = functools.partial(native.reduce.norm_rows, eps=torch.finfo(input.dtype).eps if eps is None else eps, centre=False)
-    return _affine(call, grads[0], input, len(normalized_shape), sums, lambda x: F.rms_norm(x, normalized_shape, eps=eps))
+    sums = functools.partial(
+        BACKENDS[grads[0].device.type].norm_rows,
+        eps=torch.finfo(input.dtype).eps if eps is None else eps,
+        centre=False,
+    )
+    return _affine(
+        use,
+        grads[0],
+        input,
+        len(normalized_shape),
+        sums,
+        lambda x: F.rms_norm(x, normalized_shape, eps=eps),
+    )
 
 
 @rule(F.group_norm, torch.group_norm, saves="input", when=batch_first)
 def group_norm(
-    call: Call, grads: list[Tensor], input: Tensor, num_groups: int, weight: None = None, bias: None = None, eps: float = 1e-5
+    use: Use,
+    grads: list[Tensor],
+    input: Tensor,
+    num_groups: int,
+    weight: None = None,
+    bias: None = None,
+    eps: float = 1e-5,
 ) -> Contributions:
-    sums = functools.partial(native.reduce.norm_channels, groups=num_groups, eps=eps)
-    return _affine_channels(call, grads[0], input, sums, lambda x: F.group_norm(x, num_groups, eps=eps))
+    kernels = BACKENDS[grads[0].device.type]
+    sums = functools.partial(kernels.norm_channels, groups=num_groups, eps=eps)
+    return _affine_channels(
+        use, grads[0], input, sums, lambda x: F.group_norm(x, num_groups, eps=eps)
+    )
 
 
 @rule(F.instance_norm, saves="input running_mean running_var", when=batch_first)
 def instance_norm(
-    call: Call,
+    use: Use,
     grads: list[Tensor],
     input: Tensor,
     running_mean: Tensor | None = None,
@@ -92,14 +177,23 @@ def instance_norm(
     eps: float = 1e-5,
 ) -> Contributions:
     mean, var = (None, None) if use_input_stats else (running_mean, running_var)
-    sums = functools.partial(native.reduce.norm_channels, groups=input.shape[1], eps=eps, mean=mean, var=var)
-    twin = functools.partial(F.instance_norm, running_mean=mean, running_var=var, use_input_stats=use_input_stats, eps=eps)
-    return _affine_channels(call, grads[0], input, sums, twin)
+    kernels = BACKENDS[grads[0].device.type]
+    sums = functools.partial(
+        kernels.norm_channels, groups=input.shape[1], eps=eps, mean=mean, var=var
+    )
+    normalize = functools.partial(
+        F.instance_norm,
+        running_mean=mean,
+        running_var=var,
+        use_input_stats=use_input_stats,
+        eps=eps,
+    )
+    return _affine_channels(use, grads[0], input, sums, normalize)
 
 
 @rule(F.batch_norm, saves="input running_mean running_var", when=batch_first)
 def batch_norm(
-    call: Call,
+    use: Use,
     grads: list[Tensor],
     input: Tensor,
     running_mean: Tensor | None,
@@ -113,17 +207,30 @@ def batch_norm(
     mean, var = (None, None) if training else (running_mean, running_var)
 
     def sums(x: Tensor, dy: Tensor) -> Sums:
-        v, m = torch.var_mean(x, [d for d in range(x.dim()) if d != 1], correction=0) if training else (var, mean)
-        return native.reduce.norm_channels(x, dy, x.shape[1], eps, m, v)
+        v, m = (
+            torch.var_mean(x, [d for d in range(x.dim()) if d != 1], correction=0)
+            if training
+            else (var, mean)
+        )
+        return BACKENDS[x.device.type].norm_channels(x, dy, x.shape[1], eps, m, v)
 
-    return _affine_channels(call, grads[0], input, sums, lambda x: F.batch_norm(x, mean, var, training=training, eps=eps))
+    return _affine_channels(
+        use,
+        grads[0],
+        input,
+        sums,
+        lambda x: F.batch_norm(x, mean, var, training=training, eps=eps),
+    )
 
 
 @rule(F.prelu, torch.prelu, Tensor.prelu, saves="input", when=batch_first)
-def prelu(call: Call, grads: list[Tensor], input: Tensor, weight: None) -> Contributions:
+def prelu(use: Use, grads: list[Tensor], input: Tensor, weight: None) -> Contributions:
     slope = torch.where(input < 0, input, 0) * grads[0]
-    if call.shapes["weight"].numel() > 1:
-        return {"weight": channel_sums(call, images(slope, call.out))}
+    if use.shapes["weight"].numel() > 1:
+        return {"weight": channel_sums(use, images(slope, use.output_place))}
     return {
-        "weight": Dense(call.partition, call.rows(slope, features=0).sum(1, keepdim=True).reshape(-1, *call.shapes["weight"]))
+        "weight": Dense(
+            use.partition,
+            use.rows(slope, features=0).sum(1, keepdim=True).reshape(-1, *use.shapes["weight"]),
+        )
     }

@@ -1,8 +1,9 @@
 """Rules for RNN, GRU and LSTM, as layers and as cells.
 
-The native kernels do not give the gradients of the gates. The backward pass runs the recurrence once more, step by step,
-with a zero tensor added to each gate's input: the gradient of that zero is δ, and a weight's contributions are Σ_t δ_t ⊗ a_t.
-They are measured beside autograd's own gradient, so that outputs and gradients stay those of the native kernels.
+The native kernels do not give the gradients of the gates. The backward pass runs the recurrence
+once more, step by step, with a zero tensor added to each gate's input: the gradient of that zero is
+δ, and a weight's contributions are Σ_t δ_t ⊗ a_t. They are measured beside autograd's own gradient,
+so that outputs and gradients stay those of the native kernels.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from varreg.engine.contribution import Dense, Outer
-from varreg.engine.layout import Single, samples
-from varreg.engine.rules.rule import Call, Contributions, batch_first, has_rows, rule
+from varreg.engine.rules.rule import Contributions, Use, batch_first, has_rows, rule
+from varreg.engine.trace.layout import Single, samples
 
 State = tuple[Tensor, ...]
-Cell = Callable[[Tensor, Tensor, State], State]  # gates from the input, gates from the state, state → new state
+Cell = Callable[
+    [Tensor, Tensor, State], State
+]  # gates from the input, gates from the state, state → new state
 
 
 def _lstm(gi: Tensor, gh: Tensor, state: State) -> State:
@@ -52,7 +55,9 @@ class _Taps:
         self.inputs: list[Tensor] = []
         self.names: list[tuple[str, str | None]] = []
 
-    def linear(self, x: Tensor, w: Tensor, b: Tensor | None, names: tuple[str, str | None]) -> Tensor:
+    def linear(
+        self, x: Tensor, w: Tensor, b: Tensor | None, names: tuple[str, str | None]
+    ) -> Tensor:
         y = F.linear(x, w, b)
         zero = torch.zeros_like(y, requires_grad=True)
         self.zeros.append(zero)
@@ -61,50 +66,58 @@ class _Taps:
         return y + zero
 
     @staticmethod
-    def _rows(call: Call, t: Tensor) -> Tensor:
-        """`[b, o]` of one step or `[t, b, o]` of all, with b folded as the layout says: as `[batch, rows, o]`."""
+    def _rows(use: Use, t: Tensor) -> Tensor:
+        """Return `[b, o]` of one step or `[t, b, o]` of all, with b folded as the layout says: as
+        `[batch, rows, o]`.
+        """
         t = t.transpose(0, 1) if t.dim() == 3 else t.unsqueeze(1)
-        at = call.out
+        at = use.output_place
         if at.batch == 1:
             return t.reshape(1, -1, t.shape[-1])
         assert not isinstance(at, Single)
         return t if at.plain else samples(t, at._replace(dim=0)).reshape(at.batch, -1, t.shape[-1])
 
-    def contributions(self, call: Call, outputs: list[Tensor], grads: list[Tensor | None]) -> Contributions:
+    def contributions(
+        self, use: Use, outputs: list[Tensor], grads: list[Tensor | None]
+    ) -> Contributions:
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
-        deltas = torch.autograd.grad([o for o, _ in pairs], self.zeros, [g for _, g in pairs], allow_unused=True)
-        found: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
+        deltas = torch.autograd.grad(
+            [o for o, _ in pairs], self.zeros, [g for _, g in pairs], allow_unused=True
+        )
+        pairs_of: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
         for zero, delta, x, names in zip(self.zeros, deltas, self.inputs, self.names, strict=True):
             d = torch.zeros_like(zero) if delta is None else delta
             for name in names:
-                if name in call.wants:
-                    left, right = found.setdefault(str(name), ([], []))
-                    left.append(self._rows(call, d))
-                    right.append(self._rows(call, x))
+                if name in use.wants:
+                    left, right = pairs_of.setdefault(str(name), ([], []))
+                    left.append(self._rows(use, d))
+                    right.append(self._rows(use, x))
         out: Contributions = {}
-        for name, (left, right) in found.items():
+        for name, (left, right) in pairs_of.items():
             delta = torch.cat(left, 1)
-            if len(call.shapes[name]) == 1:
-                out[name] = Dense(call.partition, delta.sum(1))
+            if len(use.shapes[name]) == 1:
+                out[name] = Dense(use.partition, delta.sum(1))
             else:
-                out[name] = Outer(call.partition, delta, torch.cat(right, 1))
+                out[name] = Outer(use.partition, delta, torch.cat(right, 1))
         return out
 
 
-def alike(tensors: list[Any]) -> list[Any]:
-    """In one precision, the finest of them: autocast runs a layer whose input is in half precision, and its weights are not."""
+def in_one_precision(tensors: list[Any]) -> list[Any]:
+    """Return tensors in one precision, the finest of them: under autocast, a layer's input is in
+    half precision, and its weights are not.
+    """
     dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors if t is not None))
     return [None if t is None else t.to(dtype) for t in tensors]
 
 
 def _layers(
-    cell: Cell, call: Call, grads: list[Tensor | None], x: Tensor, hx: list[Tensor], params: list[Tensor], has_biases: bool, layers: int,
-    bidirectional: bool, batch_first: bool,
+    cell: Cell, use: Use, grads: list[Tensor | None], x: Tensor, hx: list[Tensor],
+    params: list[Tensor], has_biases: bool, layers: int, bidirectional: bool, batch_first: bool,
 ) -> Contributions:  # fmt: skip
     taps = _Taps()
     per = len(params) // (layers * (2 if bidirectional else 1))
     projected = per - (4 if has_biases else 2)
-    x, *tensors = alike([x, *hx, *params])
+    x, *tensors = in_one_precision([x, *hx, *params])
     hx, params = tensors[: len(hx)], tensors[len(hx) :]
     with torch.enable_grad():
         x = (x.transpose(0, 1) if batch_first else x).detach()
@@ -120,35 +133,53 @@ def _layers(
                 gi = taps.linear(x, w_ih, b_ih, (names[0], names[2] if has_biases else None))
                 steps = []
                 for t in reversed(range(len(x))) if reverse else range(len(x)):
-                    gh = taps.linear(state[0], w_hh, b_hh, (names[1], names[3] if has_biases else None))
+                    gh = taps.linear(
+                        state[0], w_hh, b_hh, (names[1], names[3] if has_biases else None)
+                    )
                     state = cell(gi[t], gh, state)
                     if projected:
-                        state = (taps.linear(state[0], rest[-1], None, (names[-1], None)), *state[1:])
+                        state = (
+                            taps.linear(state[0], rest[-1], None, (names[-1], None)),
+                            *state[1:],
+                        )
                     steps.append(state[0])
                 finals.append(state)
                 ends.append(torch.stack(steps[::-1] if reverse else steps))
             x = torch.cat(ends, -1)
         output = x.transpose(0, 1) if batch_first else x
         outputs = [output, *(torch.stack(parts) for parts in zip(*finals, strict=True))]
-        return taps.contributions(call, outputs, grads)
+        return taps.contributions(use, outputs, grads)
 
 
-def _cell_batch(call: Call) -> bool:
-    if not has_rows(call):
+def _cell_batch(use: Use) -> bool:
+    if not has_rows(use):
         return False
-    return call.out.batch == 1 or (batch_first(call) and len({*call.layouts.values()}) == 1)
+    return use.output_place.batch == 1 or (
+        batch_first(use) and len({*use.input_places.values()}) == 1
+    )
 
 
 def _register(layer: Any, step: Any, cell: Cell, name: str) -> None:
     def run(
-        call: Call, grads: list[Tensor | None], input: Tensor, hx: Any, params: Any, has_biases: bool, num_layers: int, dropout: float,
-        train: bool, bidirectional: bool, batch_first: bool,
+        use: Use, grads: list[Tensor | None], input: Tensor, hx: Any, params: Any, has_biases: bool,
+        num_layers: int, dropout: float, train: bool, bidirectional: bool, batch_first: bool,
     ) -> Contributions:  # fmt: skip
         states = list(hx) if isinstance(hx, list | tuple) else [hx]
-        return _layers(cell, call, grads, input, states, list(params), has_biases, num_layers, bidirectional, batch_first)
+        return _layers(
+            cell,
+            use,
+            grads,
+            input,
+            states,
+            list(params),
+            has_biases,
+            num_layers,
+            bidirectional,
+            batch_first,
+        )
 
     def run_cell(
-        call: Call,
+        use: Use,
         grads: list[Tensor | None],
         input: Tensor,
         hx: Any,
@@ -159,19 +190,29 @@ def _register(layer: Any, step: Any, cell: Cell, name: str) -> None:
     ) -> Contributions:
         taps = _Taps()
         states = list(hx) if isinstance(hx, list | tuple) else [hx]
-        x, w_ih, w_hh, b_ih, b_hh, *states = alike([input, w_ih, w_hh, b_ih, b_hh, *states])
+        tensors = [input, w_ih, w_hh, b_ih, b_hh, *states]
+        x, w_ih, w_hh, b_ih, b_hh, *states = in_one_precision(tensors)
         with torch.enable_grad():
             state = tuple(h.detach() for h in states)
             gi = taps.linear(x.detach(), w_ih, b_ih, ("w_ih", "b_ih"))
             gh = taps.linear(state[0], w_hh, b_hh, ("w_hh", "b_hh"))
-            return taps.contributions(call, list(cell(gi, gh, state)), grads)
+            return taps.contributions(use, list(cell(gi, gh, state)), grads)
 
     run.__name__, run_cell.__name__ = name, f"{name}_cell"
     carries = "input hx"
-    rule(layer, serves="params", saves="input hx params", carries=carries, when=has_rows, takes_over=False)(run)
+    rule(
+        layer,
+        serves="params",
+        saves="input hx params",
+        carries=carries,
+        when=has_rows,
+        takes_over=False,
+    )(run)
     weights = "w_ih w_hh b_ih b_hh"
     saves = f"input hx {weights}"
-    rule(step, serves=weights, saves=saves, carries=carries, when=_cell_batch, takes_over=False)(run_cell)
+    rule(step, serves=weights, saves=saves, carries=carries, when=_cell_batch, takes_over=False)(
+        run_cell
+    )
 
 
 CELLS: dict[Any, Cell] = {
@@ -183,28 +224,50 @@ _register(torch.rnn_tanh, torch.rnn_tanh_cell, _tanh, "rnn_tanh")
 _register(torch.rnn_relu, torch.rnn_relu_cell, _relu, "rnn_relu")
 
 
+def run_stack(
+    run_layer: Callable[[Tensor, Any, Any], Any],
+    x: Tensor,
+    hx: Any,
+    params: Any,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+) -> tuple[Tensor, ...]:
+    """Return what stacked recurrent layers return, one native call each, so that the dropout
+    between them is an operation of its own. `run_layer` is called with a layer's input, its states
+    and its weights.
+    """
+    directions, per = 2 if bidirectional else 1, len(params) // num_layers
+    finals = []
+    for layer in range(num_layers):
+        k = slice(layer * directions, (layer + 1) * directions)
+        state = tuple(h[k] for h in hx) if isinstance(hx, list | tuple) else hx[k]
+        x, *final = run_layer(x, state, params[layer * per : (layer + 1) * per])
+        finals.append(final)
+        if layer < num_layers - 1:
+            x = F.dropout(x, dropout, train)
+    return x, *(torch.cat(parts) for parts in zip(*finals, strict=True))
+
+
 def layer_by_layer(function: Any) -> Callable[..., Any]:
-    """The same stacked recurrent layers, one native call each, so that the dropout between them is an operation of its own."""
+    """Return a function like torch's stacked recurrent layers that calls it layer by layer."""
 
     def run(
-        input: Tensor, hx: Any, params: Any, has_biases: bool, num_layers: int, dropout: float, train: bool, bidirectional: bool,
-        batch_first: bool,
+        input: Tensor, hx: Any, params: Any, has_biases: bool, num_layers: int, dropout: float,
+        train: bool, bidirectional: bool, batch_first: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        directions = 2 if bidirectional else 1
-        per = len(params) // num_layers
+        def run_layer(x: Tensor, state: Any, weights: Any) -> Any:
+            return function(x, state, weights, has_biases, 1, 0.0, train, bidirectional, False)
+
         x = input.transpose(0, 1) if batch_first else input
-        finals = []
-        for layer in range(num_layers):
-            k = slice(layer * directions, (layer + 1) * directions)
-            state = tuple(h[k] for h in hx) if isinstance(hx, list | tuple) else hx[k]
-            weights = params[layer * per : (layer + 1) * per]
-            x, *final = function(x, state, weights, has_biases, 1, 0.0, train, bidirectional, False)
-            finals.append(final)
-            if layer < num_layers - 1:
-                x = F.dropout(x, dropout, train)
-        return x.transpose(0, 1) if batch_first else x, *(torch.cat(parts) for parts in zip(*finals, strict=True))
+        x, *states = run_stack(run_layer, x, hx, params, num_layers, dropout, train, bidirectional)
+        return x.transpose(0, 1) if batch_first else x, *states
 
     return run
 
 
-STACKED = {function: layer_by_layer(function) for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)}
+STACKED = {
+    function: layer_by_layer(function)
+    for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+}

@@ -1,0 +1,125 @@
+"""Keep of a results folder what the docs show: its numbers, and the figures that pages embed.
+
+    varreg compare SGD VRSGD --out runs/demo
+    python -m benchmarks.keep runs/demo docs/results/demo
+    python -m benchmarks.keep runs/stream-1 docs/results/stream-1 curves-steps sensitivity
+    python -m benchmarks.keep benchmarks/results/bench.json benchmarks/results/bench.json
+
+The numbers are all of `results.json`, one record per line, but for the folder in its command.
+Figures are named without `.svg`; they are the same pictures without what a browser does not need:
+unused names, the seventh digit of a coordinate. Pages, tables and other figures are left out: the
+command in `results.json` makes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+DEPTH = 2
+"""Tables and lists that lie deeper than this are written on one line."""
+FONTS = re.compile(r"font-family: '[^;\"]*sans-serif")
+COORDINATE = re.compile(r"-?\d+\.\d{3,}")
+
+
+def compact(value: Any, depth: int = DEPTH) -> str:
+    """Return JSON with one record per line.
+
+    >>> print(compact({"a": [1, 2], "b": [{"c": [3, 4]}, {"c": [5]}]}))
+    {
+    "a": [1, 2],
+    "b": [
+    {"c": [3, 4]},
+    {"c": [5]}
+    ]
+    }
+    """
+    containers = (dict, list)
+    children = list(value.values() if isinstance(value, dict) else value) if depth else []
+    if not depth or not any(isinstance(child, containers) for child in children):
+        return json.dumps(value, ensure_ascii=False)
+    parts = [
+        compact(child, depth - 1) if isinstance(child, containers) else compact(child, 0)
+        for child in children
+    ]
+    if isinstance(value, dict):
+        keys = [json.dumps(key, ensure_ascii=False) for key in value]
+        parts = [f"{key}: {part}" for key, part in zip(keys, parts, strict=True)]
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    return "\n".join((opening, ",\n".join(parts), closing))
+
+
+def without_out(command: str) -> str:
+    """Return a command without the folder of its results, which is none of a reader's.
+
+    >>> without_out("varreg compare SGD VRSGD --out runs/demo --jobs 1")
+    'varreg compare SGD VRSGD --jobs 1'
+    """
+    words = shlex.split(command)
+    while at := next((i for i, word in enumerate(words) if word in ("--out", "-o")), None):
+        del words[at : at + 2]
+    return shlex.join(words)
+
+
+def shrink(svg: str) -> str:
+    r"""Return the same picture in a smaller file, with a line for each text in it.
+
+    >>> shrink('<svg>\n <g id="a">\n  <path d="M 1.23456 2 \nL 3 4 \n"/>\n </g>\n</svg>')
+    '<svg><path d="M 1.23 2L 3 4"/></svg>\n'
+    """
+    svg = re.sub(r"<(metadata)>.*?</\1>|<\?xml.*?\?>|<!DOCTYPE.*?>", "", svg, flags=re.DOTALL)
+    svg = FONTS.sub("font-family: 'DejaVu Sans', Verdana, sans-serif", svg)
+    svg = re.sub(r' transform="rotate\(-0 [^"]*"', "", svg)
+    used = set(re.findall(r"#([\w.-]+)", svg))
+    svg = re.sub(r' id="([^"]+)"', lambda m: m[0] if m[1] in used else "", svg)
+    svg = COORDINATE.sub(lambda m: f"{float(m[0]):.2f}".rstrip("0").rstrip("."), svg)
+    svg = re.sub(r" ?\n *(?=[A-Za-z\"])", "", svg)  # between the commands of a path
+    svg = re.sub(r"\n\s*", "", svg)
+    svg = re.sub(r"(?<=style=\")[^\"]*", lambda m: m[0].replace(": ", ":").replace("; ", ";"), svg)
+    while (bare := _without_bare_groups(svg)) != svg:
+        svg = bare
+    return svg.replace("<text", "\n<text").strip() + "\n"
+
+
+def _without_bare_groups(svg: str) -> str:
+    """Return the picture without groups that have no attribute and no group in them."""
+    return re.sub(r"<g>((?:(?!</?g[> ]).)*)</g>", r"\1", svg, flags=re.DOTALL)
+
+
+def keep(source: Path, target: Path, figures: list[str]) -> None:
+    """Write what is kept of a results folder, or of a single file of JSON."""
+    if source.is_file():
+        saved = json.loads(source.read_text())
+        if isinstance(saved, dict) and "command" in saved:
+            saved["command"] = without_out(saved["command"])
+        target.write_text(compact(saved) + "\n")
+        return
+    if not (source / "results.json").is_file():
+        raise SystemExit(f"{source} has no results.json: has its command ended?")
+    target.mkdir(parents=True, exist_ok=True)
+    keep(source / "results.json", target / "results.json", [])
+    if figures:
+        (target / "figures").mkdir(exist_ok=True)
+    for name in figures:
+        picture = (source / "figures" / f"{name}.svg").read_text()
+        (target / "figures" / f"{name}.svg").write_text(shrink(picture))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Read the command line and keep what it names."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", type=Path, help="a results folder, or a file of JSON")
+    parser.add_argument("target", type=Path, help="where the docs keep it")
+    parser.add_argument("figures", nargs="*", help="that the docs embed, without .svg")
+    options = parser.parse_args(arguments)
+    keep(options.source, options.target, options.figures)
+
+
+if __name__ == "__main__":
+    main()

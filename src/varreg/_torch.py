@@ -1,0 +1,279 @@
+"""Everything that is private to torch and used here, each with its reason.
+
+torch promises nothing about these names. They were seen to be there, with this meaning, in torch
+2.8, the oldest version that varreg takes, and in 2.13; what is newer says so. They are looked for
+when varreg is imported. No other module names a private function of torch.
+Private attributes of torch's objects are read where they are needed; `ATTRIBUTES` lists them.
+`tests/test_house.py` holds both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+# ---- torch functions and modes -------------------------------------------------------------------
+# The stack of `TorchFunctionMode`s. A tracer that an interrupted forward left on it has to be taken
+# off, and a rehearsal inside of a forward is no part of that forward. The public way, leaving a
+# `with` block, needs the block that was interrupted.
+from torch._C import _len_torch_function_stack as len_mode_stack
+from torch.overrides import _get_current_function_mode_stack as mode_stack
+from torch.overrides import _pop_mode as pop_mode
+from torch.overrides import _push_mode as push_mode
+
+# Runs tensor functions past all modes and subclasses. No public alternative:
+# `torch._C.DisableTorchFunctionSubclass` leaves modes on.
+DisableTorchFunction = torch._C.DisableTorchFunction
+
+# Where `torch.nn.functional` keeps functions that are written in C++. A mode is given these
+# objects, so they have to be named to be known; some of them have no other name.
+functions_of_nn = torch._C._nn
+pad_sequence = torch._C._nn.pad_sequence
+einsum: Any = torch._VF.einsum  # type: ignore[attr-defined]
+pack_padded_sequence: Any = torch._VF._pack_padded_sequence
+pad_packed_sequence: Any = torch._VF._pad_packed_sequence
+fused_dropout: Any = torch._fused_dropout
+
+# Copies many tensors in one call. `torch.optim` does the same; nothing public does.
+foreach_copy = torch._foreach_copy_
+foreach_add_into = torch._foreach_add_
+foreach_sub = torch._foreach_sub
+foreach_mul = torch._foreach_mul
+foreach_div = torch._foreach_div
+foreach_mul_into = torch._foreach_mul_
+foreach_lerp_into = torch._foreach_lerp_
+foreach_sign_into = torch._foreach_sign_
+foreach_clamp_min_into = torch._foreach_clamp_min_
+foreach_clamp_max_into = torch._foreach_clamp_max_
+foreach_norm = torch._foreach_norm
+# Whether a tensor has memory of its own. A tensor that a transform (vmap) wrapped has none, and the
+# public `untyped_storage` raises there.
+has_storage: Callable[[Tensor], bool] = torch._C._has_storage
+
+# The number of active modes of the dispatcher. If it is 0, `is_faking` need not be called.
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def is_faking() -> bool:
+    """Return whether new tensors are fake ones (`FakeTensorMode`), which have no memory: a kernel
+    would write to nowhere.
+    """
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+# Operators as the dispatcher has them: their schema says which arguments are written to.
+from torch._ops import OpOverload, OpOverloadPacket  # noqa: E402
+
+# Trees of lists, tuples, dicts and registered classes. `torch.utils._pytree` has no public name;
+# optree and jax have the same functions, and would be new dependencies.
+from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
+
+# ---- autograd ------------------------------------------------------------------------------------
+
+# Whether the running backward will execute this node, that is, accumulate the gradient of the
+# parameter behind it. `torch.autograd.grad` does not, and then nothing may be counted.
+will_engine_execute = torch._C._will_engine_execute_node
+# The number of the running backward, −1 outside of any: a checkpoint runs a forward inside of one.
+current_graph_task = torch._C._current_graph_task_id
+# Call a function when the running backward ends, after the last gradient was accumulated. DDP and
+# FSDP do the same. A hook on the last node would run too early.
+queue_callback: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
+# The innermost hooks on saved tensors: the cheapest sign that a checkpoint is under way. The public
+# `torch.autograd.graph.saved_tensors_hooks` sets them, and nothing public reads them.
+saved_tensors_hooks: Callable[[bool], Any] | None = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", None
+)
+# Puts back a tensor's version when its values were put back, so that a graph which saved it may go
+# on. `torch.autograd._unsafe_preserve_version_counter` is the same for a `with` block.
+set_versions = torch._C._autograd._unsafe_set_version_counter
+# What `torch.autograd.Function.apply` looks at first: with a transform (vmap, grad, jvp) active,
+# our nodes cannot be used.
+is_transform_active = torch._C._are_functorch_transforms_active
+# Whether a transform wrapped a tensor, and the tensor inside, which has the memory.
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+unwrap = torch._C._functorch.get_unwrapped
+# Its `_current_level` is −1 unless forward-mode differentiation runs, for which our nodes have no
+# rule.
+forward_ad: Any = torch.autograd.forward_ad
+# One look for all types of device; `torch.is_autocast_enabled` wants to know which.
+is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+
+# ---- what else runs a model ----------------------------------------------------------------------
+
+# Not None while torch.jit.trace runs. The public `torch.jit.is_tracing` needs one more call.
+jit_tracing_state = torch._C._get_tracing_state
+
+
+def has_scripted_functions() -> bool:
+    """Return whether the process has functions of TorchScript: no mode sees them being called."""
+    return bool(torch.jit._state._python_cu.get_functions())  # type: ignore[func-returns-value]
+
+
+# The code of a module's call: the frames of a forward are told by it.
+MODULE_CALL = nn.Module._call_impl.__code__
+# Who runs a checkpoint that is not re-entrant: 2.15 split this off from the public function. While
+# the checkpointed function runs, this call holds what will run it again.
+PLAIN_CHECKPOINT = (
+    "_checkpoint_impl" if hasattr(torch.utils.checkpoint, "_checkpoint_impl") else "checkpoint"
+)
+# What all of torch's batch normalizations derive from, those of other libraries too.
+BatchNorm = nn.modules.batchnorm._BatchNorm
+# What torch makes for each call of a module that has backward hooks: it holds the user's hooks, and
+# nothing but the frames of that call holds it.
+from torch.nn.modules.module import (  # noqa: E402
+    _global_backward_pre_hooks as global_backward_pre_hooks,
+)
+from torch.nn.modules.module import _has_any_global_hook as has_global_hooks  # noqa: E402
+from torch.utils.hooks import BackwardHook  # noqa: E402
+
+APPLY_MODULE_HOOKS = BackwardHook._apply_on_tensors.__code__
+
+# ---- the compiler --------------------------------------------------------------------------------
+
+# "Never compile this function", without importing the compiler, which takes a second.
+# `torch.compiler.disable` imports it.
+from torch._C._dynamo.eval_frame import (  # noqa: E402
+    _FrameAction,
+    _FrameExecStrategy,
+    get_eval_frame_callback,
+    set_code_exec_strategy,
+)
+from torch._compile import _disable_dynamo as disable_dynamo  # noqa: E402
+
+# Run this frame as it is; what it calls may be compiled.
+RUN_AS_IT_IS = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
+
+T = TypeVar("T")
+
+
+def runs_while_compiling(function: Callable[..., T]) -> Callable[..., T]:
+    """Let a function be called while the compiler captures a graph, and its result be a constant of
+    the graph: `torch.compiler.assume_constant_result`, which imports the compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@runs_while_compiling
+def is_exporting() -> bool:
+    """Return whether torch.export is under way. The compiler of 2.8 takes the public function for
+    True wherever it captures a graph.
+    """
+    return torch.compiler.is_exporting()
+
+
+set_code_exec_strategy(is_exporting.__code__, RUN_AS_IT_IS)  # nor is it to be captured alone
+
+
+def graph_in_capture() -> Any:
+    """Return the graph that the compiler captures now; None if it will not be called as it is, or
+    this version of torch has another compiler.
+    """
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        output: Any = InstructionTranslator.current_tx().output
+        is_part = output.current_tracer.parent is not None  # the body of another operation
+        return None if output.export or is_part or not output.call_user_compiler else output
+    except (ImportError, AttributeError):
+        return None
+
+
+def replace_compiler(output: Any, compile_graph: Callable[[Any, Any, Any], Any]) -> None:
+    """Let a captured graph be compiled by `compile_graph(compiler, module, inputs)`, in which
+    `compiler` is the user's. A backend of our own would do the same, if users were to name it.
+    """
+    compiler = output.call_user_compiler
+    output.call_user_compiler = lambda module, inputs: compile_graph(compiler, module, inputs)
+
+
+def restart_capture(why: str) -> None:
+    """Let the compiler look at the same code again, from its beginning."""
+    from torch._dynamo.exc import UnspecializeRestartAnalysis
+
+    raise UnspecializeRestartAnalysis(restart_reason=why)
+
+
+def is_plain_call(target: Any) -> bool:
+    """Return whether a node of a captured graph calls a function on tensors: no operation that has
+    graphs for arguments, none that switches gradients or autocast on or off or hooks a gradient.
+    """
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return False
+    return getattr(target, "__name__", "") not in _SWITCHES
+
+
+_SWITCHES = frozenset(
+    (
+        *("_set_grad_enabled", "_enter_autocast", "_exit_autocast"),
+        *("_enter_inference_mode", "_exit_inference_mode"),
+        *("_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable"),
+        *("register_hook", "_register_hook_trampoline"),
+    )
+)
+
+# ---- FSDP2 ---------------------------------------------------------------------------------------
+
+# Whether varreg's reduction can replace FSDP's. That needs `_reduce_scatter_comm` (2.9) and
+# `_fsdp_param_groups` (2.12); the public `reduce_scatter_single` came last, with 2.13.
+CAN_JOIN_FSDP = hasattr(torch.distributed, "reduce_scatter_single")
+
+# ---- attributes of torch's objects ---------------------------------------------------------------
+
+ATTRIBUTES = {
+    "_current_level": "of `forward_ad`: does forward-mode differentiation run?",
+    "_base": "of a tensor: the one whose memory it views",
+    "_version": "of a tensor: how often it was written to",
+    "_is_view": "of a tensor: does another tensor own its memory?",
+    "_post_accumulate_grad_hooks": "of a parameter: they may write to its gradient in a backward",
+    "_backward_hooks": "of a parameter: its hooks, which may change what was measured",
+    "_input_metadata": "of a node: the types of the gradients that it is given",
+    "_schema": "of an operator: which arguments it writes to",
+    "_parameters": "of a module: its own parameters, to take them out and put them back",
+    "_forward_hooks": "of a module: is ours the last of them?",
+    "_backward_pre_hooks": "of a module: does it change the gradients of its outputs?",
+    "_forward_pre_hooks": "of a module: is it observed?",
+    "_compiled_call_impl": "of a module: was `module.compile()` called? Ours lets torch.compile "
+    "see the hooks of the model itself",
+    "_orig_mod": "of what torch.compile returned: the module itself",
+    "_call_impl": "of a module: what it calls if it is not compiled",
+    "_forward_cls": "of a node: the class of ours that it is of",
+    "_comm_hooks": "of DDP: has a user registered a hook? There can be one only",
+    "_join_config": "of DDP: is it inside of `join()`?",
+    "_divide_by_initial_world_size": "of DDP: what `join()` was asked to divide by",
+    "_has_rebuilt_buckets": "of DDP: gradients may move to other memory until then",
+    "_use_python_reducer": "of DDP: does compiled autograd reduce, and call no hook?",
+    "_get_active_ddp_module": "of DDP: the one whose forward runs",
+    "_get_fsdp_state": "of an FSDP module: the groups of parameters that it gathers together",
+    "_fsdp_param_groups": "of that state: the groups",
+    "_unsharded_param": "of an FSDP parameter: the gathered one, which a forward sees",
+    "_reduce_scatter_comm": "of a group: what reduces its gradients. "
+    "`set_custom_reduce_scatter` sets it, and nothing public reads what was set before",
+    "_checkpoint_impl": "of `torch.utils.checkpoint`: what runs a checkpoint, since 2.15",
+    "_step_supports_amp_scaling": "of an optimizer: may a GradScaler leave the unscaling to it?",
+}
+"""Private attributes that are read or set where they are needed, and why."""
+
+# torch's own names that are handed on as they are
+__all__ = [
+    "BackwardHook",
+    "OpOverload",
+    "OpOverloadPacket",
+    "disable_dynamo",
+    "get_eval_frame_callback",
+    "global_backward_pre_hooks",
+    "has_global_hooks",
+    "len_mode_stack",
+    "mode_stack",
+    "pop_mode",
+    "push_mode",
+    "set_code_exec_strategy",
+    "tree_leaves",
+    "tree_map",
+]

@@ -1,0 +1,98 @@
+"""What happens when gradients are cleared: zeros are looked for, and sums restart.
+
+Before a backward writes to any gradient, `Window.restart_cleared` asks every ledger whether its
+gradient was cleared since the last one (`Ledger.restart_if_cleared`, by its `GradientWatch`). A
+gradient is cleared if it is None now, or zero and written to. On the CPU each is looked at when it
+is asked for; on a device, all of them at once. A parameter that has no gradient yet shows nothing:
+there, the others are the evidence.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from varreg import _torch
+from varreg.engine import deferred
+from varreg.errors import MeasurementError
+from varreg.thresholds import PEEK
+
+if TYPE_CHECKING:
+    from varreg.engine.ledger import Ledger
+
+
+def is_zero(t: Tensor) -> bool:
+    """Return whether every element is zero."""
+    if t.numel() > PEEK and t.is_contiguous() and bool(t.view(-1)[:PEEK].any()):
+        return False
+    return not bool(t.any())
+
+
+def largest(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the largest size of an element in each of some tensors of one device and type."""
+    return torch.stack(_torch.foreach_norm([t.detach() for t in tensors], torch.inf))
+
+
+def look_on_devices(parameters: Iterable[tuple[Tensor, Ledger]]) -> dict[int, bool]:
+    """Return whether gradients are zero that were written to since the last window, by id: for
+    parameters of devices, one wait for all of them.
+
+    Gradients that nobody wrote to are expected to be there still. That is checked later.
+    """
+    written, kept = [], []
+    for p, ledger in parameters:
+        watch = ledger.gradient
+        if p.grad is None or watch.trace is None or p.is_cpu:
+            continue
+        if watch.is_written(p.grad):
+            written.append((id(p), watch.part(p.grad)))
+        elif not watch.was_zero and ledger.total is not None:
+            kept.append((ledger.name, watch.part(p.grad), ledger.total))
+    for same in _by_type(kept, 1):
+        names, grads, totals = zip(*same, strict=True)
+        gone = (largest(grads) == 0) & (largest(totals) != 0)
+        deferred.check(gone.any(), functools.partial(_refuse_cleared, names))
+    zeros: dict[int, bool] = {}
+    for same in _by_type(written, 1):
+        keys, grads = zip(*same, strict=True)
+        (sizes,) = deferred.fetch([largest(grads)])
+        zeros.update(zip(keys, (size == 0 for size in sizes), strict=True))
+    return zeros
+
+
+def judge_by_others(ledgers: Sequence[Ledger], waiting: Iterable[Ledger]) -> None:
+    """Decide for ledgers that wait, whose parameter has no gradient, whether it was cleared.
+
+    Such a parameter shows nothing itself, so the others are the evidence. If none of them kept its
+    gradient, the sums restart. If some were cleared and some were not, the ledger is marked as
+    unclear. Parameters that were never cleared, since no optimizer has them, do not count.
+    """
+    cleared = [ledger for ledger in ledgers if ledger.was_cleared]
+    kept = [ledger for ledger in ledgers if ledger.gradient.trace is not None]
+    if cleared:
+        kept = [ledger for ledger in kept if ledger.ever_cleared]
+    for ledger in waiting:
+        if not kept:
+            ledger.restart()
+        elif cleared:
+            ledger.unclear = cleared[0].name, kept[0].name
+
+
+def _by_type(rows: list[Any], at: int) -> list[list[Any]]:
+    """Return the rows in lists of one device and type, which that of the tensor at `at` is."""
+    same: dict[Any, list[Any]] = {}
+    for row in rows:
+        same.setdefault((row[at].device, row[at].dtype), []).append(row)
+    return list(same.values())
+
+
+def _refuse_cleared(names: Sequence[str]) -> None:
+    raise MeasurementError(
+        "varreg: gradients were cleared, between two backward passes, in a way that leaves no "
+        f"trace (p.grad.data.zero_(), say): of {', '.join(names[:3])}, or of others. On a device "
+        "that is seen too late. Clear them with optimizer.zero_grad()."
+    )

@@ -1,0 +1,140 @@
+"""Values of the batch that leave torch (`item()`, NumPy) and may come back as constants: whether
+they make samples depend on each other is tried by running the forward again, with other samples.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from varreg import _torch
+from varreg.engine.marks import mark_of
+from varreg.engine.mechanisms.node import Ran
+from varreg.engine.trace.arguments import tensors_of
+from varreg.engine.trace.layout import Place, Ragged, Summed, Where
+from varreg.engine.trace.sorting import UNKNOWN, UNKNOWN_CONSTANT
+from varreg.engine.trace.trial import Verdict, undisturbed
+from varreg.engine.trace.trial.alone import depends_on_number
+from varreg.engine.trace.trial.rerun import try_forward
+from varreg.errors import VarregError
+
+if TYPE_CHECKING:
+    from varreg.engine.observer import Observer
+
+
+SCRIPTED = "a scripted function"
+_MAY_BE_NOTHING = (UNKNOWN, UNKNOWN_CONSTANT, SCRIPTED)
+"""What is noted without any sign that it has to do with the batch."""
+
+
+def try_escapes(
+    observer: Observer,
+    module: nn.Module,
+    args: Any,
+    kwargs: dict[str, Any],
+    inputs: list[Tensor],
+    outputs: list[Tensor],
+) -> None:
+    """Run the forward again with other samples, once, where values of the batch left torch. Refuse
+    the model if samples then depend on each other, or if that could not be tried.
+    """
+    trace, verdicts = observer.tracer.trace, observer.tracer.verdicts
+    if not trace.escapes:
+        return
+    if _torch.current_graph_task() != -1:
+        return  # a checkpoint runs the forward again
+    ran_backward = trace.backwards != Ran.backwards  # inside of this forward: it must not run again
+    if ran_backward and all(name in _MAY_BE_NOTHING for name, *_ in trace.escapes):
+        return
+    left = [
+        key
+        for key, numbers in trace.escapes.items()
+        if verdicts.is_record(key, numbers) | verdicts.due(("escape", *key))
+    ]
+    if not left:
+        return
+    function, path, _ = left[0]
+    is_hint = function == SCRIPTED  # nobody knows whether the model calls one
+    if not is_hint and any(ledger.is_sharded for _, ledger in observer.parameters):
+        observer.notices.untried_escape(path, function)
+        return
+    given, wanted = _placed(inputs, outputs)
+    passed = {
+        id(t) for t in tensors_of((args, kwargs))
+    }  # a hook may have put others in their place
+    given = [(t, at) for t, at in given if id(t) in passed]
+    if not wanted:
+        return  # nothing that could depend on it gets a gradient
+    if is_hint and any(isinstance(where, Ragged) for _, where in wanted):
+        return  # samples are in another order, and that is refused with a better reason
+    said, why = Verdict.UNDECIDED, "no input of it carries the batch"
+    if ran_backward:
+        why = "a backward runs inside of the forward, and must not run again"
+    elif given:
+        early = any(verdicts.is_early(("escape", *key)) for key in left)
+        by_number = trace.has_slots or any(trace.batch in b.shape for b in observer.model.buffers())
+        with undisturbed():
+            said, why = try_forward(
+                observer.model, module, args, kwargs, given, wanted, early, not by_number
+            )
+    if said is Verdict.APART or (is_hint and said is Verdict.UNDECIDED):
+        return
+    for key in left:
+        verdicts.forget(("escape", *key))
+    if said is Verdict.MIXED:
+        result = (
+            "with other samples beside it, a sample's output changes: a sample has no gradient of "
+            "its own"
+        )
+    else:
+        result = (
+            "whether it comes back and makes samples depend on each other could not be tried "
+            f"({why})"
+        )
+    raise VarregError(
+        f"varreg: in {path}, {function} takes values of the batch out of sight, and {result}. "
+        "Compute it for each sample, or before forward() and pass it as an input; or observe(..., "
+        "batch_norm='contribution') to measure each sample's contribution to the gradient instead."
+    )
+
+
+def try_alone(
+    observer: Observer,
+    module: nn.Module,
+    args: Any,
+    kwargs: dict[str, Any],
+    inputs: list[Tensor],
+    outputs: list[Tensor],
+) -> None:
+    """Warn, once, if a sample's outputs depend on how many samples there are. That is tried where a
+    number was used that could be theirs, and where values of the batch left torch.
+    """
+    trace, verdicts = observer.tracer.trace, observer.tracer.verdicts
+    if trace.batch <= 1 or trace.lets_samples_meet:
+        return
+    if not verdicts.due("alone") or not verdicts.is_early("alone"):
+        return
+    if _torch.current_graph_task() != -1 or trace.backwards != Ran.backwards:
+        return  # a checkpoint runs the forward again, or a backward ran inside of it
+    if trace.has_slots or any(ledger.is_sharded for _, ledger in observer.parameters):
+        return
+    given, wanted = _placed(inputs, outputs)
+    if not (given and wanted):
+        return
+    with undisturbed():
+        if depends_on_number(observer.model, module, args, kwargs, given, wanted):
+            observer.notices.counted(observer.forward.path(), trace.batch)
+
+
+def _placed(
+    inputs: list[Tensor], outputs: list[Tensor]
+) -> tuple[list[tuple[Tensor, Place]], list[tuple[int, Where]]]:
+    """Return where inputs carry the batch; and outputs that get a gradient, by their positions."""
+    given = [(t, at) for t in inputs if isinstance(at := mark_of(t), Place)]
+    wanted: list[tuple[int, Where]] = [
+        (i, where)
+        for i, t in enumerate(outputs)
+        if t.requires_grad and isinstance(where := mark_of(t), Place | Summed)
+    ]
+    return given, wanted

@@ -1,0 +1,284 @@
+"""What goes into an observed forward, and what comes out: where inputs carry the batch, and whether
+a loss can tell samples apart in outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from varreg import _torch
+from varreg.engine.escapes import SCRIPTED, try_alone, try_escapes
+from varreg.engine.frames import hooks_of_call
+from varreg.engine.marks import DERIVED, forget, is_unseen, mark_of
+from varreg.engine.refusals import derived_output_message, refuse_gradient
+from varreg.engine.scripted import calls_scripted
+from varreg.engine.trace.arguments import hidden_tensors, tensors_of
+from varreg.engine.trace.gradient_hooks import watch_outputs
+from varreg.engine.trace.layout import Layout, Lost, Owners, Ragged, Single, Summed, Where
+from varreg.engine.trace.packed import rows_of_steps
+from varreg.engine.trace.unseen import candidates_for, place
+from varreg.errors import VarregError
+
+if TYPE_CHECKING:
+    from varreg.engine.observer import Observer
+
+# ---- inputs --------------------------------------------------------------------------------------
+
+
+class Inputs(NamedTuple):
+    """The batch in the inputs, as it is found before the forward runs."""
+
+    batch: int
+    """The number of samples; 0 if no input carries the batch."""
+    marks: list[Any]
+    """Where each input carries the batch; None if it does not."""
+    is_certain: bool
+    """True: all inputs agree about the size of the batch."""
+
+
+def place_inputs(
+    inputs: Sequence[Tensor],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    dim: int,
+    ledger: Callable[[Tensor], Any],
+) -> Inputs:
+    """Return where the inputs carry the batch: in dimension `dim`, as far as they have the size of
+    the first one. Parameters, which have a ledger, carry none.
+    """
+    batch, packed = _place_packed(args, kwargs)
+    # the size of each that could carry the batch: it is no parameter, and has the dimension
+    all_sizes = [
+        None if t.dim() <= dim or (t.requires_grad and ledger(t)) else t.shape[dim] for t in inputs
+    ]
+    sizes = [
+        size
+        for t, size in zip(inputs, all_sizes, strict=True)
+        if size is not None and id(t) not in packed
+    ]
+    batch = batch or (sizes[0] if sizes else 0)
+    marks: list[Any] = [Layout(batch, dim) if size == batch else None for size in all_sizes]
+    if packed:
+        marks = [packed.get(id(t), at) for t, at in zip(inputs, marks, strict=True)]
+    return Inputs(batch, marks, sizes.count(batch) == len(sizes))
+
+
+def _place_packed(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, dict[int, Where]]:
+    """Return the number of samples in packed sequences among a model's arguments, 0 without any;
+    and the marks of their tensors, by id.
+    """
+    batch, known = 0, dict[int, Where]()
+    for pack in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(pack, PackedSequence):
+            samples = int(pack.batch_sizes[0])
+            order = (
+                torch.arange(samples, device="cpu")
+                if pack.sorted_indices is None
+                else pack.sorted_indices.cpu()
+            )
+            rows = order[rows_of_steps(pack.batch_sizes)]
+            lost = Lost("the order of packed sequences")
+            known.update((id(t), lost) for t in pack[1:] if t is not None)
+            alone = Layout(1, 0, 1, len(rows))
+            known[id(pack.data)] = alone if samples == 1 else Ragged(samples, 0, Owners(rows))
+            batch = batch or samples
+    return batch, known
+
+
+def refuse_inputs(inputs: Sequence[Tensor], path: Callable[[], str]) -> None:
+    """Refuse inputs of kinds that have no rows to follow."""
+    for t in inputs:
+        if t.is_nested or t.layout is not torch.strided:
+            kind = "a nested tensor" if t.is_nested else f"a tensor of layout {t.layout}"
+            raise VarregError(
+                f"varreg: an input of {path()} is {kind}, in which samples cannot be followed. "
+                "Pass padded, dense tensors."
+            )
+        faking = _torch.dispatch_modes() and _torch.is_faking()
+        if t.is_meta or hasattr(t, "fake_mode") or faking:
+            raise VarregError(
+                f"varreg: an input of {path()} is a tensor without values (meta, or fake), and "
+                "samples are told apart by their values. Call remove() on the observer for such a "
+                "run, or pass a real batch."
+            )
+
+
+# ---- outputs -------------------------------------------------------------------------------------
+
+
+class Outputs:
+    """What a forward hands to the loss, as outputs and in attributes."""
+
+    def __init__(self, observer: Observer):
+        self.observer = observer
+        # attributes in which parts of a forward were left
+        self._attributes: set[tuple[nn.Module, str]] = set()
+        self._looks = 0  # the number of close looks at outputs
+
+    def check(
+        self,
+        module: nn.Module,
+        args: Any,
+        kwargs: dict[str, Any],
+        inputs: list[Tensor],
+        output: Any,
+        is_certain: bool,
+    ) -> None:
+        """Check what the forward of a module returned, and take the marks off inputs and outputs.
+        A forward that failed has no output.
+        """
+        outputs, trace = tensors_of(output), self.observer.tracer.trace
+        is_due = self.observer.tracer.verdicts.due("outputs")  # look closely now and then
+        self._looks += is_due
+        is_deep = is_due and self._looks & (self._looks - 1) == 0
+        hidden = hidden_tensors(output, outputs) if is_deep else []
+        self.check_tensors([*outputs, *hidden], is_certain, is_due, is_deep)
+        if is_deep and calls_scripted(self.observer.model):
+            trace.escape(SCRIPTED)
+        if output is not None and (trace.escapes or trace.is_counted):
+            try_escapes(self.observer, module, args, kwargs, inputs, outputs)
+            try_alone(self.observer, module, args, kwargs, inputs, outputs)
+        if output is not None and (module._backward_pre_hooks or _torch.global_backward_pre_hooks):
+            watch_outputs(trace, hooks_of_call(), output)
+        forget([*inputs, *outputs])
+
+    def check_tensors(
+        self, outputs: list[Tensor], is_certain: bool, is_due: bool, is_deep: bool
+    ) -> None:
+        """Let no gradient arrive at an output in which samples cannot be told apart.
+
+        `is_certain` says that all inputs agreed about the size of the batch. When it `is_due`, look
+        closely; when it `is_deep`, also into containers and objects that the model holds.
+        """
+        samples = {at.sample for t in outputs if isinstance(at := mark_of(t), Single)}
+        # True if each sample has its own output, as in a list of their losses
+        has_all = len(samples) == self.observer.tracer.trace.batch
+        for t in (*outputs, *self._left_in_attributes(outputs, is_due, is_deep)):
+            if t.requires_grad and not t.is_leaf and torch.is_grad_enabled():
+                self._check(t, has_all, is_certain)
+        if is_certain and is_due:
+            self._warn_of_samples_elsewhere(outputs)
+
+    def _warn_of_samples_elsewhere(self, outputs: list[Tensor]) -> None:
+        """Warn if all outputs have the samples in another dimension than the inputs: then the
+        inputs may have them elsewhere.
+        """
+        dim, first = self.observer.batch_dim, None
+        for t in outputs:
+            at = mark_of(t)
+            if t.requires_grad and at is not None:
+                if not (isinstance(at, Layout) and at.dim != dim < t.dim()):
+                    return
+                first = first or (tuple(t.shape), at.batch, at.dim)
+        if first is not None:
+            self.observer.notices.elsewhere(self.observer.forward.path(), *first, dim)
+
+    def _left_in_attributes(
+        self, outputs: list[Tensor], is_due: bool, is_deep: bool
+    ) -> list[Tensor]:
+        """Return tensors of this forward that were left in attributes, as auxiliary losses are.
+        They are searched for when that `is_due`, and then looked at each time.
+        """
+        if is_due:
+            for module in self.observer.model.modules():
+                for name, value in vars(module).items():
+                    if is_deep and name not in _OF_ALL_MODULES:
+                        found = hidden_tensors(value)
+                    else:
+                        found = [value] if isinstance(value, Tensor) else []
+                    if any(map(_is_of_forward, found)):
+                        self._attributes.add((module, name))
+        if not self._attributes:
+            return []
+        values = [getattr(module, name, None) for module, name in self._attributes]
+        left = [t for v in values for t in hidden_tensors(v, outputs) if _is_of_forward(t)]
+        for t in left:
+            if mark_of(t) is DERIVED:
+                # A hook leaves the weight that it makes of parameters where forward() uses it
+                # (torch.nn.utils.weight_norm). What a loss adds to it is found by comparison.
+                for _, ledger in self.observer.tracer.trace.leaves(t):
+                    ledger.is_used_unseen = ledger.is_check_due = True
+        return [t for t in left if mark_of(t) is not DERIVED]
+
+    def _check(self, t: Tensor, has_all: bool, is_certain: bool) -> None:
+        trace, where = self.observer.tracer.trace, mark_of(t)
+        if where is None or is_unseen(t):
+            where = place(trace, t, candidates_for(t, trace.batch))
+        if where is DERIVED:
+            message = derived_output_message(tuple(t.shape), trace.names([t]))
+            t.register_hook(refuse_gradient(message))
+        elif self.observer.batch_norm != "contribution":
+            dim = self.observer.batch_dim
+            why = _fault(t, where, trace.batch, dim, has_all, is_certain)
+            if why is not None:
+                path = self.observer.forward.path()
+                message = f"varreg: an output of {path}, of shape {tuple(t.shape)}, {why}"
+                t.register_hook(refuse_gradient(message))
+
+
+_OF_ALL_MODULES = vars(nn.Module()).keys()
+
+
+def _is_of_forward(t: Tensor) -> bool:
+    return t.grad_fn is not None and mark_of(t) is not None
+
+
+def _fault(
+    t: Tensor, where: Any, batch: int, dim: int, has_all: bool, is_certain: bool
+) -> str | None:
+    """Return why a loss could not tell samples apart in an output; None where it can."""
+    size = t.shape[dim] if t.dim() > dim else None
+    if isinstance(where, Lost):
+        return (
+            f"has lost the batch: {where.why}. Which sample its gradient belongs to is not known."
+        )
+    if isinstance(where, Summed):
+        if t.numel() <= 1:
+            return None
+        return (
+            "is a sum over the batch: what a loss makes of it may mix samples. Return it with the "
+            "batch, or finish the loss inside of forward()."
+        )
+    if batch == 1:
+        if is_certain or size in (1, None):
+            return None
+        return (
+            f"has size {size} in dimension {dim}, but the first input has 1 there, which was taken "
+            "for the batch, and others differ. Pass the input that carries the batch first."
+        )
+    is_single = isinstance(where, Single)
+    if isinstance(where, Single) and not has_all:
+        return (
+            f"belongs to sample {where.sample} alone, and not every sample has an output: a loss "
+            "would take it for that of the whole batch."
+        )
+    if size == batch and where != Layout(batch, dim) and not is_single:
+        return (
+            f"has as many rows in dimension {dim} as there are samples, but they are not the "
+            "samples in their order: a loss would pair them with others' targets. Return samples "
+            f"in the order in which they came, in dimension {dim}."
+        )
+    whole = Layout(batch, dim), Layout(batch, 0)
+    if dim and t.dim() and t.shape[0] == batch and where not in whole and not is_single:
+        return (
+            "has as many rows in dimension 0 as there are samples, but samples are inside of "
+            "another dimension: a loss would take the rows for them. Return samples in dimension "
+            f"{dim}."
+        )
+    if isinstance(where, Ragged) and (where.repeats or not where.is_in_order):
+        return (
+            "has its samples in another order than the inputs: a loss would pair them with others' "
+            "targets. Put them back in order."
+        )
+    if isinstance(where, Layout) and where.dim != dim and not is_certain:
+        return (
+            f"has the batch of {batch} in dimension {where.dim}; inputs differ in the size of "
+            f"dimension {dim}, and the first one's was taken for the batch. Pass the input that "
+            "carries the batch first."
+        )
+    return None

@@ -1,0 +1,85 @@
+"""The state of generators of random numbers, kept and put back."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from varreg import devices
+
+
+class RandomState:
+    """The states of generators: the global ones, the model's, those that functions are given."""
+
+    def __init__(self, generators: Sequence[Any]):
+        self.kept: dict[int, tuple[Any, Any]] = {}
+        self.watch(torch.default_generator)
+        self.watch(random._inst)
+        numpy = sys.modules.get("numpy.random")
+        if numpy is not None:
+            self.watch(numpy.mtrand._rand)
+        for source in devices.generators():
+            self.watch(source)
+        for source in generators:
+            self.watch(source)
+
+    def watch(self, source: Any) -> None:
+        """Keep the state that a generator has now, if it is not kept already."""
+        if id(source) not in self.kept:
+            self.kept[id(source)] = source, _read(source)
+
+    def changed(self) -> bool:
+        """Return whether any of them has drawn a number."""
+        return any(not _are_equal(state, _read(source)) for source, state in self.kept.values())
+
+    def restore(self) -> None:
+        """Set all of them to the states that were kept."""
+        for source, state in self.kept.values():
+            _write(source, state)
+
+
+def is_generator(value: Any) -> bool:
+    """Return whether a value is a generator of random numbers: torch's, Python's or NumPy's."""
+    if isinstance(value, (torch.Generator, random.Random)):
+        return True
+    numpy = sys.modules.get("numpy.random")  # varreg does not import it
+    return numpy is not None and isinstance(value, (numpy.Generator, numpy.RandomState))
+
+
+def _read(source: Any) -> Any:
+    """Return the state of a generator of random numbers, of any of the kinds that are known."""
+    if isinstance(source, (torch.Generator, devices.DeviceGenerator)):
+        return source.get_state()
+    if isinstance(source, random.Random):
+        return source.getstate()
+    if hasattr(source, "bit_generator"):
+        return source.bit_generator.state
+    return source.get_state(legacy=False)
+
+
+def _write(source: Any, state: Any) -> None:
+    """Set the state of a generator."""
+    if isinstance(source, (torch.Generator, devices.DeviceGenerator)):
+        source.set_state(state)
+    elif isinstance(source, random.Random):
+        source.setstate(state)
+    elif hasattr(source, "bit_generator"):
+        source.bit_generator.state = state
+    else:
+        source.set_state(state)
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    """Return whether two states are the same: tensors, arrays, or structures of those."""
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_are_equal(v, b[k]) for k, v in a.items())
+    if hasattr(a, "tobytes"):
+        return bool(a.tobytes() == b.tobytes())
+    return bool(a == b)

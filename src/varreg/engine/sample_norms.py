@@ -1,0 +1,110 @@
+"""|c_i|² of every sample: from the contributions of each parameter, as they arrive.
+
+A sample's contributions to one parameter are added up over all of its uses before anything is
+squared; |c_i|² then adds up over parameters. Letters as in contribution.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from varreg.devices import widest
+from varreg.engine.combined import Scattered
+from varreg.engine.contribution import Bias, Contribution, Dense, Outer
+from varreg.engine.rules.embedding import SparseRows
+from varreg.engine.trace.layout import as_rows
+from varreg.thresholds import WORKSPACE
+
+if TYPE_CHECKING:
+    from varreg.engine.ledger import Ledger
+    from varreg.engine.window import Window
+
+
+class Part(NamedTuple):
+    """The norms of one backward for one parameter."""
+
+    window: int
+    """The number of the window."""
+    forwards: frozenset[int]
+    """The numbers of the forwards whose samples these are; a checkpoint's have none."""
+    squares: Tensor
+    """|c_i|², `[batch]`."""
+
+
+class Recorder:
+    """Records |c_i|² in each ledger, until its gradient is cleared."""
+
+    def __init__(self, window: Window):
+        self.window = window
+
+    def record(self, ledger: Ledger, contribution: Contribution) -> None:
+        """Record |c_i|² of all uses of a parameter in the running backward."""
+        squares = from_chunks(contribution, True) if ledger.is_float64 else squared(contribution)
+        part = Part(self.window.number, frozenset(ledger.arriving), widest(squares))
+        ledger.norms.append(part)
+
+
+def from_chunks(c: Contribution, precise: bool = False) -> Tensor:
+    """Return |c_i|², `[batch]`: the definition, a few samples at a time."""
+    found = [_squares(widest(t) if precise else t) for _, t in c.chunks()]
+    return torch.cat(found) if found else torch.zeros(0)
+
+
+@functools.singledispatch
+def squared(contribution: Any) -> Tensor:
+    """Return |c_i|², `[batch]`, in the fastest way for a kind of contribution."""
+    return from_chunks(contribution)
+
+
+def _squares(t: Tensor) -> Tensor:
+    """Return Σ t² over all dimensions but the first."""
+    norms: Tensor = torch.linalg.vector_norm(as_rows(t), dim=1)
+    return widest(norms).square()
+
+
+@squared.register
+def _(c: Dense) -> Tensor:
+    return _squares(c.values) if len(c.values) else from_chunks(c)
+
+
+@squared.register
+def _(c: Bias) -> Tensor:
+    return squared(c.make())
+
+
+@squared.register
+def _(c: Scattered) -> Tensor:
+    return squared(c.looked_up)  # each row of the table once: nothing else is added
+
+
+@squared.register
+def _(c: Outer) -> Tensor:
+    """Return |δ|²|a|² for one row; Σ_rs (δ_r·δ_s)(a_r·a_s) where rows are few."""
+    (b, r, o), i = c.delta.shape, c.a.shape[2]
+    if r == 1:
+        return _squares(c.delta) * _squares(c.a)
+    if r * (o + i) >= o * i or not b:
+        return from_chunks(c)
+    step = max(1, WORKSPACE // (r * r))
+    found = []
+    for delta, a in zip(c.delta.split(step), c.a.split(step), strict=True):
+        grams = torch.bmm(delta, delta.mT).mul_(torch.bmm(a, a.mT))
+        found.append(grams.sum((1, 2)).clamp_(min=0))
+    return torch.cat(found)
+
+
+@squared.register
+def _(c: SparseRows) -> Tensor:
+    """Return the squares of the rows that a sample looked up, added up where it is the same row."""
+    b = len(c.ids)
+    if not c.ids.numel():
+        return c.dy.new_zeros(b)
+    samples = torch.arange(b, device=c.ids.device).unsqueeze(1)
+    keys, place = (c.ids + samples * c.shape[0]).flatten().unique(return_inverse=True)
+    rows = c.dy.new_zeros(len(keys), c.shape[1]).index_add_(0, place, c.dy.flatten(0, 1))
+    each = _squares(rows)
+    return each.new_zeros(b).index_add_(0, keys // c.shape[0], each)

@@ -1,0 +1,180 @@
+"""The verdicts of trials, and the calls that each holds for.
+
+A verdict holds for calls of the same kind: the function, its plain arguments, and for each tensor
+its type, its shape and what it is (where it carries the batch, or that it is a constant). After
+eight different sizes have passed, sizes are taken to make no difference. Where values of a constant
+may decide (an index, a mask, an adjacency as long as the batch; or any that is tried with other
+values and then decides otherwise), nothing is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from varreg.engine.trace.call import Call
+from varreg.engine.trace.follow import goes_by_values
+from varreg.engine.trace.layout import Layout, Place, Single
+from varreg.engine.trace.trial.runners import fixed_tensors, with_other_constants
+from varreg.engine.trace.trial.trial_values import Verdict, undisturbed
+from varreg.engine.trace.trial.try_call import is_weighted, try_affine, try_call, try_sum
+from varreg.thresholds import EARLY, ENOUGH_SIZES, MOST_VERDICTS, RECORDS
+
+Escape = tuple[str, str, bool | None]
+"""Where values of the batch left torch: by a function, in a module, and with which answer, if that
+was yes or no."""
+Range = tuple[float, float]
+_PLAIN = (int, float, str, type(None))
+_BY_VALUES = "by values"
+"""In place of a verdict that holds for the values of constants that were tried alone."""
+
+
+class Verdicts:
+    """Trials of calls, each made when it is needed, and remembered."""
+
+    def __init__(self) -> None:
+        self._verdicts: dict[Any, Any] = {}
+        self._passed: dict[Any, set[Any]] = {}  # sizes that have passed, by kind
+        self._times: dict[Any, int] = {}  # how often something was met
+        self._ranges: dict[Escape, Range] = {}  # of numbers that left torch
+        self.places: dict[Any, Place] = {}  # of tensors that came from out of sight
+
+    def due(self, key: Any) -> bool:
+        """Return whether something is to be tried, now that it is met once more.
+
+        It is, the first four times and then the 8th, 16th, 32nd … time: what may change is tried
+        again, for less and less of the time.
+        """
+        times = self._times[key] = self._times.get(key, 0) + 1
+        return times <= EARLY or times & (times - 1) == 0
+
+    def is_record(self, key: Escape, numbers: Range | None) -> bool:
+        """Return whether numbers that left torch are to be tried because they are larger or smaller
+        than all before: code may take another branch beyond some limit. The first 16 such times
+        count, and then the 32nd, 64th, … one: numbers that grow all the time are no news.
+        """
+        if numbers is None:
+            return False
+        low, high = self._ranges.get(key, numbers)
+        is_inside = low <= numbers[0] and numbers[1] <= high
+        self._ranges[key] = min(low, numbers[0]), max(high, numbers[1])
+        if is_inside:
+            return False
+        times = self._times[("record", key)] = self._times.get(("record", key), 0) + 1
+        return times <= RECORDS or times & (times - 1) == 0
+
+    def is_early(self, key: Any) -> bool:
+        """Return whether something was met four times at most."""
+        return self._times.get(key, 0) <= EARLY
+
+    def forget(self, key: Any) -> None:
+        """Make something due the next time: its trial failed, or was not made after all."""
+        self._times.pop(key, None)
+
+    def of_call(self, call: Call, there: Place, which: int) -> Verdict:
+        """Return whether a call takes each sample to its place in a result, and to no other."""
+        if goes_by_values(call) or has_rows_for_samples(call):
+            return self.of_values(call, there, which)
+        kind = ("apart", _kind_of(call, which), _form_of(there))
+        verdict: Verdict = self._remember(
+            call, kind, lambda other: try_call(other, there, which), Verdict.APART
+        )
+        return verdict
+
+    def of_values(self, call: Call, there: Place, which: int) -> Verdict:
+        """Return the same for these very values, which may decide: it is tried each time."""
+        with undisturbed():
+            return try_call(call, there, which)
+
+    def of_sum(self, call: Call, which: int) -> bool:
+        """Return whether a result without a batch is a sum of what each sample gives."""
+        kind = ("sum", _kind_of(call, which))
+        return bool(self._remember(call, kind, lambda other: try_sum(other, which), True))
+
+    def of_weights(self, call: Call, which: int) -> bool:
+        """Return whether labels of one sample change the weight of another, as they do now."""
+        with undisturbed():
+            return is_weighted(call, which)
+
+    def of_affine(self, call: Call, which: int) -> bool:
+        """Return whether a call is affine in sums over samples."""
+        sums = call.with_carriers([(t, Single(1, 0)) for t in call.summed])
+        kind = ("affine", _kind_of(sums, which))
+        return bool(self._remember(call, kind, lambda other: try_affine(other, which), True))
+
+    def of_pairs(self, call: Call, trial: Callable[[], bool]) -> bool:
+        """Return whether a call uses row i of a tensor for sample i alone.
+
+        `trial` makes the trial.
+        """
+        kind = ("pairs", _kind_of(call, 0))
+        return bool(self._remember(call, kind, lambda _: trial(), True))
+
+    def _remember(self, call: Call, kind: Any, trial: Callable[[Call], Any], good: Any) -> Any:
+        """Return the verdict on calls of a kind and of these sizes; make the trial if it is new, or
+        if a good one does not hold for other values of constants.
+        """
+        sizes = _sizes_of(call)
+        passed = self._passed.setdefault(kind, set())
+        if len(passed) >= ENOUGH_SIZES:
+            return good
+        verdict = self._verdicts.get((kind, sizes))
+        if verdict is not None and verdict is not _BY_VALUES:
+            return verdict
+        with undisturbed():
+            found = trial(call)
+            if verdict is None:
+                other = with_other_constants(call) if found == good else None
+                holds = other is None or trial(other) == good
+                verdict = found if holds else _BY_VALUES
+                if len(self._verdicts) >= MOST_VERDICTS:
+                    self._verdicts.clear()
+                self._verdicts[(kind, sizes)] = verdict
+        if verdict is _BY_VALUES:
+            call.form = None  # values of a constant decide: no plan holds
+        elif found == good:
+            passed.add(sizes)
+        return found
+
+
+def has_rows_for_samples(call: Call) -> bool:
+    """Return whether a constant has a dimension as long as the batch.
+
+    Its values may say which samples meet.
+    """
+    lengths = {at.batch if isinstance(at, Single) else at.size for _, at in call.carriers}
+    return any(n in lengths for t in fixed_tensors(call) if not t.requires_grad for n in t.shape)
+
+
+def _sizes_of(call: Call) -> tuple[Any, ...]:
+    return tuple(t.shape for t in call.tensors())
+
+
+def _kind_of(call: Call, which: int) -> tuple[Any, ...]:
+    """Return what tells one kind of call from another, sizes left out."""
+    roles = {id(x): _form_of(at) for x, at in call.carriers}
+    kinds = [_describe(a, roles) for a in call.args]
+    kinds += [(k, _describe(v, roles)) for k, v in call.kwargs.items()]
+    return call.function, which, tuple(kinds)
+
+
+def _describe(a: Any, roles: dict[int, Any]) -> Any:
+    """Return what tells one kind of argument from another."""
+    if isinstance(a, _PLAIN):
+        return type(a), a
+    if isinstance(a, Tensor):
+        return Tensor, a.dtype, a.dim(), tuple(n == 1 for n in a.shape), roles.get(id(a))
+    if isinstance(a, (list, tuple)):
+        return type(a), tuple(_describe(b, roles) for b in a)
+    if isinstance(a, slice):
+        return slice, tuple(_describe(b, roles) for b in (a.start, a.stop, a.step))
+    return type(a)
+
+
+def _form_of(at: Place) -> tuple[Any, ...]:
+    """Return what tells one kind of place from another."""
+    if isinstance(at, Layout):
+        return at.dim, at.outer > 1, at.inner > 1
+    return type(at), 0 if isinstance(at, Single) else at.dim

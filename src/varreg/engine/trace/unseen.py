@@ -1,0 +1,216 @@
+"""Tensors whose origin the tracer cannot see, placed by their graph.
+
+Scripted functions, C++ extensions and a `torch.autograd.Function` make such tensors.
+Every gradient on its way to a parameter passes one of our nodes, which knows where its outputs
+carry the batch. So a place for the tensor is tried by its gradient: what is sent back from one half
+of the samples may reach rows of these samples only.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from varreg.engine.marks import DERIVED, Derived, mark, mark_of
+from varreg.engine.mechanisms.node import places_of
+from varreg.engine.rehearsal.pauses import gradients_aside
+from varreg.engine.trace.gradient_hooks import check_arriving, watch_module_hooks
+from varreg.engine.trace.layout import Layout, Lost, Place, Where, only_sample
+from varreg.engine.trace.trial.trial_values import (
+    FAILURES,
+    Verdict,
+    is_close,
+    rows_of,
+    samples_in,
+    splits,
+    undisturbed,
+)
+
+if TYPE_CHECKING:
+    from varreg.engine.trace.trace import Trace
+
+Edge = tuple[Any, int, Place]
+"""A node, which of its outputs, and where that carries the batch."""
+Names = Callable[[Tensor], str | None]
+"""The name of an observed parameter; None for any other tensor."""
+
+
+def place(trace: Trace, t: Tensor, candidates: list[Place]) -> Where | Derived:
+    """Place a tensor that was made out of sight, mark it, and return its mark."""
+    assert t.grad_fn is not None
+    trace.unseen += 1  # a part of the key: the same model meets them in the same order
+    key = ("unseen", trace.unseen, t.grad_fn.name(), t.shape, t.dtype, tuple(candidates))
+    where: Where | Derived | None = trace.verdicts.places.get(key)
+    if trace.verdicts.due(key) or where is None or not torch.is_grad_enabled():
+        with undisturbed(), gradients_aside(trace.observer.model):
+            where = place_unseen(t, trace.batch, candidates, trace.name_unseen)
+        if isinstance(where, Place):
+            trace.verdicts.places[key] = at = where
+            check_arriving(
+                trace,
+                t,
+                lambda grad: sends_back(t, at, trace.name_unseen, grad),
+                "the backward of an operation that is not a torch function",
+            )
+    if isinstance(where, Place) and places_of(t.grad_fn) is None:
+        trace.escape(t.grad_fn.name())
+    mark(t, where)
+    if isinstance(where, Lost):
+        trace.refuse_later(t, where)
+    return where
+
+
+def check_input(trace: Trace, t: Tensor, where: Where) -> Where:
+    """Return where an input carries the batch, checked where it comes from an earlier forward.
+
+    It may come with samples mixed, or in another order.
+    """
+    if t.grad_fn is None or trace.batch <= 1 or trace.lets_samples_meet:
+        return where
+    if not isinstance(where, Place):
+        return where
+    if trace.verdicts.due(("input", t.grad_fn.name(), t.shape)):
+        with undisturbed(), gradients_aside(trace.observer.model):
+            if are_mixed(t, where, trace.name_unseen):
+                why = "samples of an input met, or changed places, before it came"
+                return Lost(why, mixed=True)
+    return where
+
+
+def place_unseen(
+    t: Tensor, batch: int, candidates: Sequence[Place], name_of: Names
+) -> Place | Lost | Derived:
+    """Return where a tensor of unknown origin carries the batch, or that it is made of parameters.
+
+    `name_of` tells the names of observed parameters. One that was used on the way has no moments,
+    and a warning will say so.
+    """
+    edges, parameters = _origins(t, name_of)
+    if not edges:
+        return DERIVED if parameters else Lost(_describe(t))
+    if batch == 1:
+        return only_sample(t)
+    for node, number, at in edges:
+        if node is t.grad_fn and number == t.output_nr:  # one of our nodes made it
+            return at
+    # where two dimensions would fit, neither is known
+    fitting = [at for at in candidates if _try_place(t, at, edges) is Verdict.APART]
+    return fitting[0] if len(fitting) == 1 else Lost(_describe(t))
+
+
+def hand_out(trace: Trace, t: Tensor) -> Any:
+    """Return the node of a tensor that carries the batch. The user may put hooks on it, or on nodes
+    behind it: they are tried when a gradient arrives.
+    """
+    node, at = t.grad_fn, mark_of(t)
+    if node is None or not isinstance(at, Place) or watch_module_hooks(trace):
+        return node
+    if trace.verdicts.due(("grad_fn", trace.observer.forward.path(), node.name(), t.shape)):
+        check_arriving(
+            trace,
+            t,
+            lambda grad: sends_back(t, at, trace.name_unseen, grad, deep=True),
+            "a hook on a node of the graph (grad_fn)",
+        )
+    return node
+
+
+def sends_back(t: Tensor, place: Place, name_of: Names, grad: Tensor, deep: bool = False) -> bool:
+    """Return whether the gradient that arrives at a tensor goes on as its parts would: to the next
+    nodes of ours, or, if `deep`, to all behind them.
+    """
+    edges, _ = _origins(t, name_of, deep)
+    ends = [torch.autograd.graph.GradientEdge(node, number) for node, number, _ in edges]
+    options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+    try:
+        grads: Sequence[Tensor | None] = torch.autograd.grad([t], ends, [grad], **options)
+        for chosen in itertools.islice(splits(place.batch), 2):
+            part = torch.where(rows_of(t, place, chosen), grad, 0)
+            parts: Sequence[Tensor | None] = torch.autograd.grad([t], ends, [part], **options)
+            for a, b, (_, _, at) in zip(grads, parts, edges, strict=True):
+                if a is None or b is None:
+                    continue
+                if bool((rows_of(a, at, chosen) & ~is_close(a, b)).any()):
+                    return False
+    except FAILURES:  # it cannot be run a second time
+        return True
+    return True
+
+
+def _describe(t: Tensor) -> str:
+    return (
+        f"a tensor of shape {tuple(t.shape)} was made by an operation that is not a torch function"
+    )
+
+
+def candidates_for(t: Tensor, batch: int) -> list[Place]:
+    """Return the places that the sizes allow."""
+    return [Layout(batch, dim) for dim, size in enumerate(t.shape) if size == batch]
+
+
+def _origins(t: Tensor, name_of: Names, deep: bool = False) -> tuple[list[Edge], list[str]]:
+    """Return where the graph leads to our nodes or to inputs, and the parameters it reaches.
+
+    Of parameters, the names of those that it reaches without passing such an edge. If `deep`, the
+    search goes on behind our nodes.
+    """
+    edges: list[Edge] = []
+    parameters: list[str] = []
+    seen: set[Any] = set()
+    stack: list[tuple[Any, int]] = [(t.grad_fn, t.output_nr)]
+    while stack:
+        edge = stack.pop()
+        node, number = edge
+        if node is None or edge in seen:
+            continue
+        seen.add(edge)
+        places = places_of(node)
+        leaf = getattr(node, "variable", None)
+        if places is not None:
+            place = places[number] if number < len(places) else None
+            if place is not None:
+                edges.append((node, number, place))
+            if deep:
+                stack += [(n, k) for n, k in node.next_functions]
+        elif leaf is not None:
+            where, name = mark_of(leaf), name_of(leaf)
+            if isinstance(where, Place):
+                edges.append((node, number, where))
+            elif name is not None:
+                parameters.append(name)
+        else:
+            stack += [(n, k) for n, k in node.next_functions]
+    return edges, parameters
+
+
+def are_mixed(t: Tensor, place: Place, name_of: Names) -> bool:
+    """Return whether the samples of an input met on their way from an earlier forward."""
+    edges, _ = _origins(t, name_of)
+    edges = [edge for edge in edges if edge[2].batch == place.batch]
+    return bool(edges) and _try_place(t, place, edges) is Verdict.MIXED
+
+
+def _try_place(t: Tensor, place: Place, edges: list[Edge]) -> Verdict:
+    """Return whether the gradient of each sample's rows reaches rows of that sample only."""
+    ends = [torch.autograd.graph.GradientEdge(node, number) for node, number, _ in edges]
+    moved = torch.zeros(place.batch, dtype=torch.bool, device="cpu")
+    for chosen in splits(place.batch):
+        # a random gradient at the rows of some samples must arrive at rows of these alone
+        cotangent = torch.where(rows_of(t, place, chosen), torch.randn_like(t), 0)
+        try:
+            options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+            grads: Sequence[Tensor | None] = torch.autograd.grad([t], ends, [cotangent], **options)
+        except FAILURES:
+            return Verdict.UNDECIDED
+        for grad, (_, _, at) in zip(grads, edges, strict=True):
+            if grad is None:
+                continue
+            reached = grad != 0
+            if bool((reached & rows_of(grad, at, ~chosen)).any()):
+                return Verdict.MIXED
+            moved |= samples_in(reached, at)  # a sample that nothing reaches proves nothing
+    return Verdict.APART if bool(moved.all()) else Verdict.UNDECIDED

@@ -1,0 +1,1 @@
+"""`varreg bench`: what variance regularization costs on this machine."""

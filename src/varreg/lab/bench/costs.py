@@ -1,0 +1,129 @@
+"""What variance regularization costs: time, memory and operations of whole training steps."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from varreg import memory as scratch
+from varreg.lab import specs
+from varreg.lab.bench import timing
+from varreg.lab.bench.plan import PLAIN, Case, Plan, base_of, groups_of, workload_of
+from varreg.lab.bench.single_samples import check_moments
+from varreg.lab.bench.timing import Parts, Peak
+from varreg.lab.bench.training import Training
+from varreg.lab.bench.workloads import Workload, part
+
+PHASES = ("forward", "backward", "step")
+Report = Callable[[str, float], None]
+"""Called with the part that is measured, and what share of it is done."""
+
+
+def run(plan: Plan, report: Report = lambda name, share: None) -> Iterator[dict[str, Any]]:
+    """Yield one row for each workload and optimizer, as they come."""
+    with threads_set_to(plan.threads):
+        for case in plan.cases:
+            w = workload_of(case, plan.device)
+            name = f"{w.name}: moments against a loop over samples"
+            report(name, 0.0)
+            check_moments(w, plan.arms)
+            report(name, 1.0)
+            for spec in plan.optimizers:
+                yield measure(plan, case, w, spec, report)
+
+
+def measure(plan: Plan, case: Case, w: Workload, spec: str, report: Report) -> dict[str, Any]:
+    """Return what one workload costs with one optimizer."""
+    arms = (PLAIN, *plan.arms)
+    name = f"{w.name}: {spec}"
+    report(name, 0.0)
+    steps = {arm: Training(w, spec, arm).timed() for arm in arms}
+    times = timing.rounds(steps, plan.seconds, tick=lambda share: report(name, share))
+    base, options = base_of(spec)
+    row: dict[str, Any] = {
+        "workload": w.name,
+        "optimizer": spec,
+        "base": specs.spell(base, options),
+        "rounds": len(times[PLAIN]),
+        "ratio": {
+            arm: timing.ratio(timing.totals(times[arm]), timing.totals(times[PLAIN]))
+            for arm in plan.arms
+        },
+        "milliseconds": {
+            arm: 1e3 * timing.quantile(timing.totals(times[arm]), 0.5) for arm in arms
+        },
+        "phases": {arm: _medians(times[arm]) for arm in arms},
+    }
+    if plan.profile:
+        report(f"{name}, operations", 0.0)
+        row["operations"] = {arm: operations(steps[arm]) for arm in arms}
+        report(f"{name}, operations", 1.0)
+    del steps
+    if plan.memory:
+        name += ", memory"
+        report(name, 0.0)
+        row["bytes"] = {}
+        for i, arm in enumerate(arms):
+            row["bytes"][arm] = memory(case, spec, arm, plan.threads, plan.device)
+            report(name, (i + 1) / len(arms))
+    return row
+
+
+def _medians(times: list[Parts]) -> dict[str, float]:
+    """Return the median milliseconds of each phase."""
+    return {
+        phase: 1e3 * timing.quantile([parts[i] for parts in times], 0.5)
+        for i, phase in enumerate(PHASES)
+    }
+
+
+@contextlib.contextmanager
+def threads_set_to(n: int) -> Iterator[None]:
+    """Use n threads within."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def memory(case: Case, spec: str, arm: str, threads: int, device: str = "cpu") -> Peak | None:
+    """Return what training needs at its peak: on the CPU in a fresh process, elsewhere of the
+    device's memory; None where nobody tells.
+    """
+    if device != "cpu":
+        w = workload_of(case, device)
+        return timing.device_peak(torch.device(device), lambda: Training(w, spec, arm).timed())
+    return (
+        timing.in_a_fresh_process(_peak, case, spec, arm, threads) if timing.PEAK_IS_KNOWN else None
+    )
+
+
+def _peak(case: Case, spec: str, arm: str, threads: int) -> Peak:
+    """Return the peak memory of this process, which is a fresh one."""
+    torch.set_num_threads(threads)
+    w = workload_of(case, "cpu")
+    few = w._replace(
+        batch=lambda: part(w.batch(), slice(0, max(2, groups_of(arm) or 0) if arm != PLAIN else 2))
+    )
+
+    def rehearse() -> None:
+        Training(few, spec, arm).timed()()
+        scratch.forget()
+
+    return timing.peak(rehearse, lambda: Training(w, spec, arm).timed())
+
+
+def operations(step: Callable[[], object], steps: int = 5) -> dict[str, float]:
+    """Return the milliseconds of a step in each of torch's operations, without what they call."""
+    # Else the profiler writes lines to the terminal.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in range(steps):
+            step()
+    return {e.key: e.self_cpu_time_total / 1e3 / steps for e in profile.key_averages()}

@@ -1,0 +1,173 @@
+"""How speeds are measured here: ratios of steps that ran in the same round, and the peak memory of
+a fresh process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import itertools
+import multiprocessing
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import NamedTuple, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Parts = tuple[float, ...]
+"""Seconds of each part of a step."""
+
+
+class Ratio(NamedTuple):
+    """The median of ratios, and where all but a tenth of them at either end lie."""
+
+    middle: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.middle:.2f} ({self.low:.2f}–{self.high:.2f})"
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """Return a quantile, with straight lines between the values.
+
+    >>> quantile([3.0, 1.0, 2.0], 0.5), quantile([1.0, 2.0], 0.25)
+    (2.0, 1.25)
+    """
+    ordered = sorted(values)
+    place = q * (len(ordered) - 1)
+    i = min(int(place), max(len(ordered) - 2, 0))
+    return ordered[i] + (place - i) * (ordered[min(i + 1, len(ordered) - 1)] - ordered[i])
+
+
+def ratio(these: Sequence[float], over: Sequence[float]) -> Ratio:
+    """Return the ratio, round by round: what slows the machine down for a while slows both.
+
+    >>> print(ratio([2.0, 20.0, 2.2], [1.0, 10.0, 1.0]))
+    2.00 (2.00–2.16)
+    """
+    each = [a / b for a, b in zip(these, over, strict=True)]
+    return Ratio(quantile(each, 0.5), quantile(each, 0.1), quantile(each, 0.9))
+
+
+def timed(*parts: Callable[[], object]) -> Callable[[], Parts]:
+    """Return a step that returns the seconds of each of its parts."""
+
+    def step() -> Parts:
+        marks = [time.perf_counter()]
+        for part in parts:
+            part()
+            marks.append(time.perf_counter())
+        return tuple(b - a for a, b in itertools.pairwise(marks))
+
+    return step
+
+
+def rounds(
+    steps: Mapping[str, Callable[[], Parts]],
+    seconds: float,
+    least: int = 5,
+    warm_up: int = 2,
+    tick: Callable[[float], None] = lambda share: None,
+) -> dict[str, list[Parts]]:
+    """Run every step once in each round, for so many seconds and `least` rounds; return the times.
+
+    The order is drawn anew for every second round and reversed in the one after it, so that over
+    all rounds no step has the better place: after a pause, or after itself, with its data still in
+    the cache. `tick` is called between rounds with the share that is done.
+    """
+    order, draw = list(steps), random.Random(0)
+    for step in list(steps.values()) * warm_up:
+        step()
+    times: dict[str, list[Parts]] = {name: [] for name in steps}
+    start, done = time.perf_counter(), 0
+    while time.perf_counter() - start < seconds or done < least:
+        if done % 2:
+            order.reverse()
+        else:
+            draw.shuffle(order)
+        for name in order:
+            times[name].append(steps[name]())
+        done += 1
+        tick(min(1.0, done / least, (time.perf_counter() - start) / max(seconds, 1e-9)))
+    return times
+
+
+def totals(times: Sequence[Parts]) -> list[float]:
+    """Return the seconds of steps, all parts together."""
+    return [sum(parts) for parts in times]
+
+
+def in_a_fresh_process(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function in a fresh process; raise MemoryError if that was killed."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(function, *args, **kwargs).result()
+        except BrokenProcessPool:
+            raise MemoryError(
+                "varreg: a process that measured memory was killed, most likely for lack of memory."
+            ) from None
+
+
+PEAK_IS_KNOWN = Path("/proc/self/clear_refs").exists()
+"""Whether a process can ask for its peak: Linux alone tells."""
+
+
+class Peak(NamedTuple):
+    """Bytes that a process needs at its peak, beyond what it needs to be there."""
+
+    training: int
+    """With the code of torch's operations in memory already."""
+    all: int
+    """With that code, which every process needs: it hides what a small model needs."""
+
+
+def peak(
+    rehearse: Callable[[], object], make: Callable[[], Callable[[], object]], steps: int = 5
+) -> Peak:
+    """Return what this process needs to make a step and run it; `rehearse` brings torch's code into
+    memory, with little else.
+    """
+    idle = _status("VmRSS")
+    rehearse()
+    gc.collect()
+    with contextlib.suppress(AttributeError):  # glibc has it
+        ctypes.CDLL(None).malloc_trim(0)  # what was freed is not to be taken for needed
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    ready = _status("VmRSS")
+    step = make()
+    for _ in range(steps):
+        step()
+    highest = _status("VmHWM")
+    return Peak(highest - ready, highest - idle)
+
+
+def device_peak(
+    device: torch.device, make: Callable[[], Callable[[], object]], steps: int = 5
+) -> Peak | None:
+    """Return what a step needs of a device's memory; None where its module does not count that."""
+    module = torch.get_device_module(device)
+    if not hasattr(module, "max_memory_allocated"):
+        return None
+    gc.collect()
+    module.reset_peak_memory_stats()
+    before = module.memory_allocated()
+    step = make()
+    for _ in range(steps):
+        step()
+    highest = module.max_memory_allocated()
+    return Peak(highest - before, highest)
+
+
+def _status(field: str) -> int:
+    """Return a field of the process's status, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))

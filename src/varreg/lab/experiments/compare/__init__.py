@@ -1,0 +1,1 @@
+"""`varreg compare`: optimizers against a base, tuned alike, judged on fresh seeds."""

@@ -1,0 +1,190 @@
+"""What a comparison says, in words."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+from varreg.lab.experiments.compare.contrast import PRIMARY, Contrast, pick, shared_seeds
+from varreg.lab.experiments.compare.estimates import Estimate, sign_test
+from varreg.lab.report.format import number, percent
+
+
+def sentences(
+    arms: dict[str, dict[str, Any]],
+    contrasts: list[Contrast],
+    ablations: list[Contrast],
+    goal: float,
+    complete: bool,
+) -> list[dict[str, str]]:
+    """Return a headline and what explains it, for each optimizer that is compared with the base."""
+    out = []
+    for c in contrasts:
+        a, b = arms[c.arm], arms[c.against]
+        kind, headline = final_words(c, a, b)
+        if (
+            kind == "better"
+            and (mean := mean_ablation(c.arm, ablations)) is not None
+            and not mean.high < 0
+        ):
+            kind = "tuned"
+        said = {
+            "kind": kind,
+            "headline": headline,
+            "speed": speed_words(c, a, b, goal),
+            "why": why_words(a, ablations),
+        }
+        out.append(
+            said
+            if complete
+            else {
+                **said,
+                "kind": "unknown",
+                "headline": f"So far, with some runs to come: {headline}",
+            }
+        )
+    return out
+
+
+def final_words(c: Contrast, a: dict[str, Any], b: dict[str, Any]) -> tuple[str, str]:
+    """Return better, worse, same or unknown, and the sentence, over the seeds that both have."""
+    seeds = shared_seeds(a, b)
+    if any(pick(a, "lost", seeds) + pick(b, "lost", seeds)):
+        return lost_words(c, pick(a, "lost", seeds), pick(b, "lost", seeds))
+    if not seeds:
+        return "unknown", f"{c.arm} and {c.against} have no seed in common yet."
+    d = c.differences[PRIMARY]
+    mean, median = (
+        [number(of(pick(arm, PRIMARY, seeds))) for arm in (a, b)]
+        for of in (statistics.fmean, statistics.median)
+    )
+    means = f"means {' against '.join(mean)}, medians {' against '.join(median)}"
+    sure = (
+        f"{percent(c.level)} interval {number(d.low)} to {number(d.high)}"
+        if math.isfinite(d.high - d.low)
+        else "too few for an interval"
+    )
+    lower = sum(
+        x < y for x, y in zip(pick(a, PRIMARY, seeds), pick(b, PRIMARY, seeds), strict=True)
+    )
+    pairs = f"{len(seeds)} paired seed{'s' * (len(seeds) != 1)}"
+    said = f"{means}; difference {number(d.value)}, {sure}; lower on {lower} of {pairs}"
+    said += "".join(
+        f"; {arm['name']} broke in {sum(broke)} of {len(seeds)}"
+        for arm in (a, b)
+        if any(broke := pick(arm, "broke", seeds))
+    )
+    if d.low == d.high == 0:
+        return "same", f"{c.arm} and {c.against} are identical: the same test loss on every seed."
+    if not d.is_bounded:
+        return (
+            "unknown",
+            f"{c.arm} and {c.against}: nothing can be said of their test losses ({said}).",
+        )
+    if not d.excludes(0):
+        return "same", f"{c.arm} and {c.against}: no detectable difference in test loss ({said})."
+    kind, word = ("better", "lower") if d.value < 0 else ("worse", "higher")
+    return kind, f"{c.arm} ends with a {word} test loss than {c.against} ({said})."
+
+
+def lost_words(c: Contrast, a: list[bool], b: list[bool]) -> tuple[str, str]:
+    """Return the same where runs diverged: by a sign test over the pairs of which one did."""
+    worse, better = (
+        sum(x and not y for x, y in zip(a, b, strict=True)),
+        sum(y and not x for x, y in zip(a, b, strict=True)),
+    )
+    counts = f"{c.arm} diverged in {sum(a)} of {len(a)} runs, {c.against} in {sum(b)} of {len(b)}"
+    if sign_test(worse, better) > 1 - c.level:
+        return (
+            "unknown",
+            (
+                f"{counts}: their losses cannot be compared, and the difference in numbers may be "
+                "chance."
+            ),
+        )
+    return (
+        ("worse", f"{counts}: it diverges more often.")
+        if worse > better
+        else ("better", f"{counts}: it diverges less often.")
+    )
+
+
+def speed_words(c: Contrast, a: dict[str, Any], b: dict[str, Any], goal: float) -> str:
+    """Return the sentence on steps and seconds to the target."""
+    reached = [sum(map(math.isfinite, arm["steps_to_target"])) for arm in (a, b)]
+    runs = [f"in {k} of {len(arm['seeds'])} runs" for k, arm in zip(reached, (a, b), strict=True)]
+    who = (
+        f"The target, a validation loss of {number(goal)}, is reached by {c.arm} {runs[0]}, by "
+        f"{c.against} {runs[1]}."
+    )
+    if not all(reached) or math.isnan(c.steps.value):
+        return who
+
+    def times(e: Estimate, what: str) -> str:
+        if e.low == 0 and e.high == math.inf:
+            return f"{number(e.value)} times the {what} (too few seeds for an interval)"
+        sure = "" if e.excludes(1) else ", no detectable difference"
+        return f"{number(e.value)} times the {what} ({number(e.low)} to {number(e.high)}{sure})"
+
+    both = f"{times(c.steps, 'steps')} and {times(c.seconds, 'seconds')}"
+    return f"{who} It takes {both} of {c.against}."
+
+
+def mean_ablation(arm: str, ablations: list[Contrast]) -> Estimate | None:
+    """Return the difference to λ replaced by its mean."""
+    return next(
+        (
+            c.differences.get(PRIMARY)
+            for c in ablations
+            if c.arm == arm and c.against.endswith("mean")
+        ),
+        None,
+    )
+
+
+def why_words(a: dict[str, Any], ablations: list[Contrast]) -> str:
+    """Return the sentences on whether it is the information in λ that helps."""
+    contrasts = [c for c in ablations if c.arm == a["name"]]
+    if not contrasts:
+        return ""
+    parts = []
+    for c in contrasts:
+        d, name = c.differences.get(PRIMARY), c.against.removeprefix(a["name"] + ", ")
+        if d is None or not d.is_bounded:
+            parts.append(f"{name}: cannot be compared")
+        else:
+            word = (
+                "no detectable difference"
+                if not d.excludes(0)
+                else "λ as it is does better"
+                if d.value < 0
+                else "λ as it is does worse"
+            )
+            parts.append(f"{name}: {number(d.value)} ({number(d.low)} to {number(d.high)}), {word}")
+    comparisons = (
+        f"Its λ was {number(a['lambda'])} on average. Against its ablations, at the same learning "
+        f"rate, in test loss: {'; '.join(parts)}."
+    )
+    last_words = {c.against.rpartition(" ")[2]: c.differences.get(PRIMARY) for c in contrasts}
+    return f"{comparisons} {conclusion(last_words)}".strip()
+
+
+def conclusion(differences: dict[str, Estimate | None]) -> str:
+    """Return what follows from the differences to λ replaced by its `mean`, and to λ `shuffled`."""
+    mean, shuffled = (
+        d if d is not None and d.is_bounded else None
+        for d in (differences.get(k) for k in ("mean", "shuffled"))
+    )
+    if mean is None:
+        return ""
+    if not mean.excludes(0):
+        return "So what λ did could not be told from a factor of the learning rate."
+    if mean.value > 0:
+        return "So a plain factor of the learning rate does better than λ."
+    if shuffled is not None and shuffled.excludes(0) and shuffled.value < 0:
+        return "So λ did more than a longer step does, and it matters which coordinate has which λ."
+    return (
+        "So λ did more than a longer step does; that it matters which coordinate has which λ could "
+        "not be seen."
+    )

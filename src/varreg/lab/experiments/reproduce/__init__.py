@@ -1,0 +1,1 @@
+"""`varreg reproduce`: the paper's experiments, with a control."""

@@ -1,0 +1,30 @@
+"""The results of an experiment's runs, from its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from varreg.lab import store
+from varreg.lab.runs.config import Config, Results
+from varreg.lab.runs.resume import read_result
+
+
+def read_results(plan: Callable[[Results], list[Config]], folder: Path) -> Results:
+    """Return the results that are there, by name.
+
+    One that is damaged, or of another configuration, is an error. What is planned depends on the
+    results so far, so that it is read until nothing new comes.
+    """
+    store.check_inside(folder, folder / "runs")
+    results: Results = {}
+    while True:
+        new = {}
+        for config in plan(results):
+            if config.name not in results:
+                result = read_result(config.folder_in(folder / "runs"), config)
+                if result is not None:
+                    new[config.name] = result
+        if not new:
+            return results
+        results |= new

@@ -1,0 +1,1 @@
+"""`varreg theory`: the paper's claims, checked."""

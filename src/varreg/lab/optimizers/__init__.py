@@ -1,0 +1,5 @@
+"""With what is trained: torch's optimizers, ours, and related methods."""
+
+from varreg.lab.optimizers.registry import OPTIMIZERS, Entry, build, check, entry, parse
+
+__all__ = ["OPTIMIZERS", "Entry", "build", "check", "entry", "parse"]

@@ -1,0 +1,72 @@
+"""Ablations: the same optimizer with the information in λ taken out, to see if it is that which
+helps.
+
+Each makes of a regularized optimizer's class one whose λ is replaced, at every step, after it was
+computed as ever:
+
+- `mean`: by its mean over all coordinates, weighted by the squared change, and over all steps so
+  far. What is left is a factor of the learning rate, that tells neither coordinates nor steps
+  apart.
+- `shuffled`: within each parameter, over its coordinates, at random; with `per="tensor"`, over the
+  parameters. What is left is how λ is distributed, and not where.
+
+(`s=0`, the third one, needs no class: it is the base at the regularized optimizer's learning rate.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from varreg.optim.base import Regularized
+from varreg.optim.step import ParameterStep
+
+
+class _Mean(Regularized):
+    """λ replaced by its mean over coordinates and steps so far."""
+
+    def _replace_lambda(self, steps: list[ParameterStep]) -> None:
+        squares = [(step.p - step.x).double().square() for step in steps]
+        weight = sum(float(square.sum()) for square in squares)
+        if weight:
+            pairs = zip(steps, squares, strict=True)
+            mean = sum(float((step.lam * square).sum()) for step, square in pairs) / weight
+            for step in steps:
+                so_far = step.state.setdefault("vr_mean", torch.zeros_like(step.state["vr_steps"]))
+                so_far.add_((mean - so_far) / step.state["vr_steps"])
+                step.lam = so_far.to(step.lam.dtype).expand_as(step.lam).clone()
+
+
+class _Shuffled(Regularized):
+    """λ shuffled over coordinates."""
+
+    def _replace_lambda(self, steps: list[ParameterStep]) -> None:
+        generator = torch.Generator()
+        # One λ for each parameter: these change places.
+        single = [step for step in steps if step.lam.dim() == 0]
+        if single:
+            generator.manual_seed(int(single[0].state["vr_steps"]))
+            lams = [
+                single[i].lam for i in torch.randperm(len(single), generator=generator).tolist()
+            ]
+            for step, lam in zip(single, lams, strict=True):
+                step.lam = lam
+        # Seeded by the step's number: a run that is resumed shuffles as one that was not.
+        for i, step in enumerate(steps):
+            generator.manual_seed(1_000_003 * int(step.state["vr_steps"]) + i)
+            flat = step.lam.reshape(-1)
+            step.lam = flat[torch.randperm(len(flat), generator=generator)].view_as(step.lam)
+
+
+ABLATIONS: dict[str, type[Regularized]] = {"mean": _Mean, "shuffled": _Shuffled}
+
+
+def ablated(cls: type[Regularized], how: str) -> type[Any]:
+    """Return the class with its λ replaced.
+
+    >>> import varreg
+    >>> ablated(varreg.VRSGD, "mean").__name__
+    'VRSGD_mean'
+    """
+    return type(f"{cls.__name__}_{how}", (ABLATIONS[how], cls), {})

@@ -1,0 +1,195 @@
+"""How figures look, and the pieces that they share."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import (
+    FixedLocator,
+    FuncFormatter,
+    LogFormatter,
+    LogFormatterMathtext,
+    LogLocator,
+    NullFormatter,
+)
+
+from varreg.lab.report.format import WORDS
+
+COLORS = ("#3b4252", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b58900", "#56b4e9", "#8c564b")
+"""Told apart by everyone; the first is the base's."""
+DASHES: Any = (
+    *("-", "--", "-.", ":"),
+    *((0, (6, 1.5)), (0, (3, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 3))),
+)
+"""Of lines, in the order of their colours: what lies over another leaves some of it to be seen."""
+FAR = 1000.0
+"""How many times the median an axis reaches, at most."""
+STYLE: Any = {
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e6e8ec",
+    "grid.linewidth": 0.8,
+    "axes.edgecolor": "#9aa1ad",
+    "xtick.color": "#4c566a",
+    "ytick.color": "#4c566a",
+    "axes.labelcolor": "#2e3440",
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "varreg",
+    "text.usetex": False,
+    "text.parse_math": False,  # labels come from files, and a $ in them is a $
+}
+UNITS = {"step": "steps", "seconds": "seconds of training"}
+TITLES = {**WORDS, "train_accuracy": "training accuracy", "valid_accuracy": "validation accuracy"}
+
+
+def new_figure(panels: int, height: float = 3.4, width: float = 4.9) -> tuple[Figure, list[Axes]]:
+    """Return a figure with panels side by side."""
+    figure = Figure(figsize=(width * panels, height), layout="constrained")
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    return figure, list(axes)
+
+
+class PlainPowers(LogFormatter):
+    """Labels of a logarithmic axis, without the mathematics that `STYLE` does not parse."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return tick(x) if super().__call__(x, pos) else ""
+
+
+def save(figure: Figure, file: Any, **options: Any) -> None:
+    """Write a figure in our style, with labels of logarithmic axes as plain numbers."""
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        if isinstance(axis.get_major_formatter(), LogFormatterMathtext):
+            axis.set_major_formatter(PlainPowers())
+            axis.set_minor_formatter(PlainPowers(labelOnlyBase=False))
+    with mpl.rc_context(STYLE):
+        figure.savefig(file, **options)
+
+
+def wrapped(label: str) -> str:
+    r"""Break a long name into lines, after commas and spaces.
+
+    >>> wrapped("VRSGD:per=model,scale_free=False, s = 2")
+    'VRSGD:per=model,scale_free=False,\ns = 2'
+    """
+    lines, words = [""], re.findall(r"[^, ]+,? ?|, ?| ", label)
+    for word in words:
+        if len((lines[-1] + word).rstrip()) > 34 and lines[-1]:
+            lines.append("")
+        lines[-1] += word
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def legend(figure: Figure, axes: Axes) -> None:
+    """Put a legend below the panels, where it hides nothing."""
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        labels = [wrapped(label) for label in labels]
+        longest = max(len(line) for label in labels for line in label.splitlines())
+        columns = int(figure.get_figwidth() // (0.7 + 0.085 * longest))
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=max(1, min(len(labels), columns))
+        )
+
+
+def scale(axes: Axes, values: Sequence[float]) -> float:
+    """Make the axis logarithmic where that shows more; return where it ends.
+
+    It ends at FAR times the median: one run that broke does not press all others into a line.
+    """
+    seen = [v for v in values if math.isfinite(v) and v > 0]
+    if seen and max(seen) > 20 * min(seen):
+        axes.set_yscale("log")
+    end = FAR * statistics.median(seen) if seen else math.inf
+    if not seen or max(seen) <= end:
+        return math.inf
+    axes.set_ylim(top=end)
+    return end
+
+
+def say_scales(figure: Figure) -> None:
+    """Say of each axis whether it is logarithmic or linear, and give it numbers that are read."""
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            if axes.images or isinstance(axis.get_major_locator(), FixedLocator):
+                continue  # names, not numbers
+            kind = axis.get_scale()
+            if kind == "log":
+                low, high = sorted(axis.get_view_interval())
+                near = high < 100 * low
+                axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if near else (1.0,)))
+                axis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
+                axis.set_minor_formatter(NullFormatter())
+            axis.set_label_text(f"{axis.get_label_text()}  ({kind})".strip())
+
+
+def tick(value: float) -> str:
+    """Return the number at a tick of a logarithmic axis.
+
+    >>> tick(0.02), tick(1000), tick(1e-7), tick(2e12)
+    ('0.02', '1,000', '10⁻⁷', '2·10¹²')
+    """
+    if value <= 0 or 1e-4 <= value < 1e5:
+        return f"{value:,.10g}"
+    power = math.floor(math.log10(value) + 1e-9)
+    factor = f"{value / 10**power:.3g}"
+    raised = str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return f"{'' if factor == '1' else factor + '·'}10{raised}"
+
+
+def padded(rows: Sequence[Sequence[float]]) -> np.ndarray:
+    """Return rows of one length, with nan for what runs lack that ended before the others."""
+    length = max(map(len, rows))
+    return np.array([[*row, *[math.nan] * (length - len(row))] for row in rows], dtype=float)
+
+
+def band(
+    axes: Axes,
+    x: np.ndarray,
+    rows: Sequence[Sequence[float]],
+    place: int,
+    label: str,
+    complete: bool = False,
+) -> list[float]:
+    """Draw the mean over seeds and their range; return the values drawn.
+
+    Lines of different `place` have different colours, dashes and widths, so that those that
+    coincide are told apart.
+
+    With `complete`, draw no further than all seeds go, and a cross where one was lost.
+    """
+    color, dashes = COLORS[place % len(COLORS)], DASHES[place % len(DASHES)]
+    y = padded(rows)
+    y[~np.isfinite(y)] = math.nan
+    seen = ~np.isnan(y).any(axis=0) if complete else ~np.isnan(y).all(axis=0)
+    if not seen.any():
+        axes.plot([], [], color=color, label=label)
+        return []
+    ends = np.flatnonzero(seen)[-1]
+    if complete and not np.isnan(y[:, ends + 1 :]).all():
+        axes.plot(x[ends], y[:, ends].mean(), "x", color=color, ms=9, mew=2.5)
+    x, y = x[: y.shape[1]][seen], y[:, seen]
+    middle, width = np.nanmean(y, axis=0), max(1.4, 2.8 - 0.4 * place)
+    axes.plot(x, middle, color=color, label=label, linestyle=dashes, linewidth=width)
+    if len(rows) > 1:
+        axes.fill_between(
+            x, np.nanmin(y, axis=0), np.nanmax(y, axis=0), color=color, alpha=0.15, linewidth=0
+        )
+    return [float(v) for v in y.ravel() if not math.isnan(v)]

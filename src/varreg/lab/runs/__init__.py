@@ -1,0 +1,1 @@
+"""Training runs: one at a time, resumable; many at once."""

@@ -1,0 +1,36 @@
+"""Early stopping: the parameters of the lowest validation loss so far."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Best:
+    """What is kept of the evaluation with the lowest validation loss."""
+
+    def __init__(self) -> None:
+        self.loss, self.step = math.inf, 0
+        self.parameters: dict[str, Tensor] = {}
+
+    def see(self, loss: float, step: int, model: nn.Module) -> None:
+        """Keep a model's parameters, if none before had a lower validation loss."""
+        if loss < self.loss:
+            self.loss, self.step = loss, step
+            self.parameters = {name: t.clone() for name, t in model.state_dict().items()}
+
+    def put_back(self, model: nn.Module) -> None:
+        """Set a model to the parameters that are kept, if there are some."""
+        if self.parameters:
+            model.load_state_dict(self.parameters)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds."""
+        return {"loss": self.loss, "step": self.step, "parameters": self.parameters}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.loss, self.step = float(state["loss"]), int(state["step"])
+        self.parameters = dict(state["parameters"])

@@ -1,0 +1,6 @@
+"""What is trained: data, models for it, and budgets."""
+
+from varreg.lab.tasks.catalog import TASKS
+from varreg.lab.tasks.definition import Split, Splits, Task
+
+__all__ = ["TASKS", "Split", "Splits", "Task"]

@@ -1,0 +1,56 @@
+"""What a task is: three splits of data, a model for it, and a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from varreg.lab.tasks.augmentation import Augmentation
+from varreg.lab.tasks.data_split import Split as Split
+
+
+class Splits(NamedTuple):
+    """Parameters are fitted to `train`, choices are made on `valid`, and `test` is read once, at
+    the end. Each is a `Split` of tensors, a Dataset, or a DataLoader around one; of the last two, a
+    run has a `DataSplit`.
+    """
+
+    train: Any
+    valid: Any
+    test: Any
+
+
+def accuracy(output: Tensor, y: Tensor) -> Tensor:
+    """Return the share of right answers; the last dimension of the output has a score per class."""
+    return (output.argmax(-1) == y).float().mean()
+
+
+@dataclass(frozen=True)
+class Task:
+    """Data, a model for it, and a budget."""
+
+    about: str
+    load: Callable[[Path | None], Splits]
+    """From a data folder, or None, to the three splits."""
+    model: Callable[[], nn.Module]
+    """A new model, from torch's random state."""
+    batch: int
+    epochs: int
+    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
+    """Of the model's output and the targets; a mean over samples."""
+    accuracy: Callable[[Tensor, Tensor], Tensor] | None = accuracy
+    """A mean over samples, or None where there is no such thing."""
+    stream: Callable[[int, int, int], Split] | None = None
+    """Fresh samples for (seed, step, batch), in place of passes over `train`, which is then only
+    evaluated.
+    """
+    augment: Augmentation | None = None
+    """What is done to the inputs of each batch of passes over `train`, and not where evaluated."""
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """How it is trained unless the command says otherwise: schedule, warmup, clip, weight_decay …
+    """

@@ -1,0 +1,7 @@
+"""What training does, while it does it: a page that people keep open, and its data."""
+
+from varreg.monitor.journal import Journal, read
+from varreg.monitor.monitor import Monitor
+from varreg.monitor.recording import Recorder
+
+__all__ = ["Journal", "Monitor", "Recorder", "read"]

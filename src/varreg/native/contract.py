@@ -1,0 +1,96 @@
+"""What Python and C agree on: structs whose fields have names, and enums.
+
+`tasks.h` declares the same structs for C. When the library is built, `header()` writes the enums,
+and an assertion for the size of each struct and the place of each field: if the two sides differ,
+the compiler says so. `enum` names are `HISTORY_MEAN` for `History.MEAN`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from enum import IntEnum
+
+from varreg.thresholds import BLOCK, LARGEST_HISTORY, RECENT
+
+
+class History(IntEnum):
+    """Histories of ρ that have a kernel."""
+
+    SUM = 0
+    MEAN = 1
+    HARMONIC = 2
+
+
+class Form(IntEnum):
+    """Forms of λ that have a kernel."""
+
+    RATIONAL = 0
+    AFFINE = 1
+
+
+class Increment(IntEnum):
+    """Increments that have a kernel."""
+
+    GRADIENT = 0
+    HEAVY_BALL = 1
+    NESTEROV = 2
+    ADAM = 3
+
+
+ENUMS: tuple[type[IntEnum], ...] = (History, Form, Increment)
+
+
+def _fields(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
+class Task(ctypes.Structure):
+    """One tensor's part of a call that works on many: see `tasks.h` for what each field is."""
+
+    _fields_ = (
+        *_fields(ctypes.c_int64, "n increment history form scale_free is_shared is_partial"),
+        *_fields(ctypes.c_void_p, "total square grad products"),
+        *_fields(ctypes.c_void_p, "variance delta rho_sum rho_count lam x steps"),
+        *_fields(ctypes.c_void_p, "average squares N C V"),
+        *_fields(ctypes.c_void_p, "recent spent times"),
+        *_fields(ctypes.c_double, "scale m factor rounding"),
+        *_fields(ctypes.c_double, "s half limit low high lr"),
+        *_fields(ctypes.c_double, "keep_N keep_C keep_V take_N take_C take_V"),
+        *_fields(ctypes.c_double, "sign decay mu again"),
+        *_fields(ctypes.c_double, "unbias_n unbias_p eps known"),
+    )
+
+
+class Convolution(ctypes.Structure):
+    """The sizes and strides of a convolution: see `tasks.h`."""
+
+    _fields_ = tuple(
+        _fields(
+            ctypes.c_int64,
+            "images per groups c h w o oh ow kh kw sy sx py px dy dx "
+            "x_image x_channel x_row x_column d_image d_channel d_pixel parts scratch",
+        )
+    )
+
+
+def header() -> str:
+    """Return the C header that states this contract."""
+    lines = [
+        f"#define BLOCK {BLOCK}",
+        f"#define LARGEST_HISTORY ((REAL){LARGEST_HISTORY!r})",
+        f"#define RECENT {RECENT!r}",
+    ]
+    for enum in ENUMS:
+        prefix = enum.__name__.upper()
+        lines += [f"#define {prefix}_{member.name} {member.value}" for member in enum]
+        lines.append(f"#define {prefix}_KINDS {len(enum)}")
+    for struct in (Task, Convolution):
+        name = struct.__name__
+        checks = [f'_Static_assert(sizeof({name}) == {ctypes.sizeof(struct)}, "size of {name}");']
+        checks += [
+            f"_Static_assert(offsetof({name}, {field}) == {getattr(struct, field).offset}, "
+            f'"{name}.{field}");'
+            for field in (entry[0] for entry in struct._fields_)
+        ]
+        lines.append(f"#define CHECK_{name.upper()} {' '.join(checks)}")
+    return "\n".join(lines) + "\n"

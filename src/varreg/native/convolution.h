@@ -1,0 +1,274 @@
+/* S and W of a convolution's kernel, [o, c/parts, kh, kw], and of its bias, from x [images, c, h,
+   w] and delta [images, o, oh, ow], `per` images a sample. Twin, and definition:
+   rules/convolution.py.
+
+   Packed, an image's pixels lie one after the other with their channels side by side, within a
+   frame of zeros. Then what a line of the kernel sees at an output pixel is one run of kw*c numbers
+   (a tap; with dilation each column is one). Where such a run fills vectors badly, the taps of an
+   output pixel are copied side by side. */
+
+typedef struct {
+    int64_t frame_h, frame_w, frame; /* of an image: its lines, columns, numbers */
+    /* what a pixel of the output sees: runs, their width, and that in whole vectors */
+    int64_t taps, width, padded;
+    /* numbers of an output pixel's taps side by side; 0 if they stay where they are */
+    int64_t joined;
+    int64_t image;   /* numbers for a packed image: the frame, or its joined taps */
+    int64_t r, ld;   /* output pixels; numbers of S for an output feature */
+    int64_t at_once; /* groups that are packed at a time */
+    /* do threads share S and W, and divide tiles? Or has each its own, and they divide samples? */
+    int shared;
+} NAME(plan);
+
+static NAME(plan) NAME(plan_of)(const Convolution *s, int threads) {
+    NAME(plan) p;
+    int together = s->dx == 1;
+    p.frame_h = (s->oh - 1) * s->sy + (s->kh - 1) * s->dy + 1;
+    p.frame_w = (s->ow - 1) * s->sx + (s->kw - 1) * s->dx + 1;
+    p.frame = p.frame_h * p.frame_w * s->c;
+    p.r = s->oh * s->ow;
+    p.taps = together ? s->kh : s->kh * s->kw;
+    p.width = together ? s->kw * s->c : s->c;
+    p.padded = (p.width + LANES - 1) / LANES * LANES;
+    int64_t all = p.taps * p.width, joined = (all + LANES - 1) / LANES * LANES;
+    p.joined = together && 4 * joined < 3 * p.taps * p.padded ? joined : 0;
+    if (p.joined) p.padded = p.joined;
+    p.image = p.joined ? p.r * p.joined : p.frame;
+    p.ld = p.joined ? p.joined : p.taps * p.padded;
+    int64_t size = 2 * s->o * p.ld * (int64_t)sizeof(REAL),
+            unit = (s->images / s->per + s->groups - 1) / s->groups * s->per;
+    int64_t bytes = unit * (p.image + s->o * p.r) * (int64_t)sizeof(REAL);
+    p.shared = size > (1 << 19);
+    int64_t most = (p.shared ? 1 << 22 : 1 << 17) / bytes,
+            fair = p.shared ? s->groups : (s->groups + threads - 1) / threads;
+    p.at_once = most < 1 ? 1 : most < fair ? most : fair;
+    return p;
+}
+
+/* An image with its channels side by side, in its frame of zeros. */
+static void NAME(frame)(const Convolution *s, const NAME(plan) * p, const REAL *x, REAL *to) {
+    int64_t above = s->py < p->frame_h ? s->py : p->frame_h,
+            left = s->px < p->frame_w ? s->px : p->frame_w;
+    int64_t lines = s->h < p->frame_h - above ? s->h : p->frame_h - above,
+            columns = s->w < p->frame_w - left ? s->w : p->frame_w - left;
+    if (lines < p->frame_h || columns < p->frame_w) memset(to, 0, p->frame * sizeof(REAL));
+    int whole = columns == p->frame_w && s->w == columns && s->x_row == s->w * s->x_column;
+    int64_t pieces = whole ? 1 : lines, run = whole ? lines * columns : columns;
+    REAL *first = to + (above * p->frame_w + left) * s->c;
+    if (s->x_column != 1) { /* channels are side by side already */
+        for (int64_t y = 0; y < pieces; y++)
+            for (int64_t k = 0; k < run; k++)
+                memcpy(first + (y * p->frame_w + k) * s->c, x + y * s->x_row + k * s->x_column,
+                       s->c * sizeof(REAL));
+        return;
+    }
+    /* four channels, whole, and then the next four: memory is read as it lies */
+    for (int64_t c = 0; c < s->c; c += 4)
+        for (int64_t y = 0; y < pieces; y++)
+            NAME(transpose)(x + c * s->x_channel + y * s->x_row, s->x_channel,
+                            first + y * p->frame_w * s->c + c, s->c, s->c - c < 4 ? s->c - c : 4,
+                            run);
+}
+
+/* What each output pixel sees, side by side. A run is copied in fours; what is too much is
+   overwritten by the next, or is nothing that counts. */
+static void NAME(join)(const Convolution *s, const NAME(plan) * p, const REAL *frame, REAL *to) {
+    for (int64_t y = 0; y < s->oh; y++)
+        for (int64_t k = 0; k < s->kh; k++)
+            for (int64_t v = 0; v < p->width; v += 4) {
+                const int64_t column = k * p->width + v, step = s->sx * s->c;
+                const REAL *from = frame + (y * s->sy + k * s->dy) * p->frame_w * s->c + v;
+                REAL *run = to + y * s->ow * p->joined + column;
+                if (column + 4 <= p->joined)
+                    for (int64_t x = 0; x < s->ow; x++)
+                        *(NAME(quad) *)(run + x * p->joined) =
+                            *(const NAME(quad) *)(from + x * step);
+                else
+                    for (int64_t x = 0; x < s->ow; x++)
+                        memcpy(run + x * p->joined, from + x * step,
+                               (p->joined - column) * sizeof(REAL));
+            }
+}
+
+static void NAME(pack)(const Convolution *s, const NAME(plan) *p, int64_t image, const REAL *x,
+                       const REAL *delta, REAL *bias, int64_t wide, REAL *frame, REAL *images,
+                       REAL *deltas, int64_t index, int64_t count) {
+    REAL *to = images + index * p->image;
+    NAME(frame)(s, p, x + image * s->x_image, p->joined ? frame : to);
+    if (p->joined) NAME(join)(s, p, frame, to);
+    const REAL *d = delta + image * s->d_image;
+    /* [block][images][pixels][its features] */
+    for (int64_t k = 0; k < NAME(blocks_of)(s->o); k++) {
+        int64_t from = NAME(begin)(k, s->o), mr = NAME(begin)(k + 1, s->o) - from;
+        REAL *block = deltas + count * p->r * from + index * p->r * mr;
+        if (s->d_pixel == 1)
+            NAME(transpose)(d + from * s->d_channel, s->d_channel, block, mr, mr, p->r);
+        else
+            NAME(copy)(d + from, s->d_pixel, block, mr, p->r, mr);
+        if (bias)
+            for (int64_t m = 0; m < mr; m++) {
+                REAL total = 0;
+                const REAL *line = d + (from + m) * s->d_channel;
+                if (s->d_pixel == 1)
+                    total = (REAL)NAME(plain)(line, p->r);
+                else
+                    for (int64_t j = 0; j < p->r; j++) total += line[j * s->d_pixel];
+                bias[image * wide + from + m] = total;
+            }
+    }
+}
+
+/* A panel: some vectors of one tap, at every output pixel. Where they are in a packed image, and in
+   S. */
+typedef struct {
+    int64_t place, in_sums, nv;
+} NAME(panel);
+
+static inline NAME(panel)
+    NAME(panel_of)(const Convolution *s, const NAME(plan) *p, int64_t tap, int64_t number) {
+    int64_t column = number * NV * LANES, left = p->padded / LANES - number * NV;
+    int64_t ky = s->dx == 1 ? tap : tap / s->kw, kx = s->dx == 1 ? 0 : tap % s->kw;
+    NAME(panel) panel = {(p->joined ? 0 : (ky * s->dy * p->frame_w + kx * s->dx) * s->c) + column,
+                         tap * p->padded + column, left < NV ? left : NV};
+    return panel;
+}
+
+static inline NAME(lines) NAME(lines_of)(const Convolution *s, const NAME(plan) * p) {
+    NAME(lines) at = {p->image, s->oh, s->ow, s->sy * p->frame_w * s->c, s->sx * s->c};
+    if (p->joined) at.outer = 1, at.inner = p->r, at.inner_step = p->joined;
+    return at;
+}
+
+/* Block k of the output features with one panel, for all groups that are packed. */
+static inline void NAME(block)(const Convolution *s, const NAME(plan) *p, const NAME(panel) *panel,
+                               int64_t k, int64_t units, int64_t n, const REAL *b,
+                               const NAME(lines) *at, const REAL *deltas, REAL *S, REAL *W,
+                               REAL share) {
+    int64_t from = NAME(begin)(k, s->o), mr = NAME(begin)(k + 1, s->o) - from,
+            place = from * p->ld + panel->in_sums;
+    NAME(tiles)[mr - 1][panel->nv - 1](units, n, deltas + units * n * p->r * from, b, at, S + place,
+                                       W + place, p->ld, share);
+}
+
+/* One part. Returns how much scratch memory it needs, in numbers; without any, it does nothing
+   else. `bias` is [images, wide]. */
+static int64_t NAME(part)(const Convolution *s, const REAL *x, const REAL *delta, REAL *S, REAL *W,
+                          REAL *bias, REAL *scratch, int64_t wide, int threads) {
+    const NAME(plan) p = NAME(plan_of)(s, threads);
+    const NAME(groups) all = {s->groups, s->images / s->per / s->groups,
+                              s->images / s->per % s->groups};
+    const int64_t most = (all.size + (all.larger > 0)) * s->per * p.at_once, slack = NV * LANES,
+                  own = s->o * p.ld;
+    const int64_t room = most * (p.image + p.r * s->o) + 2 * slack;
+    /* of each thread: to join taps, to copy a panel */
+    const int64_t frame =
+        (p.joined ? p.frame : 0) + (p.shared ? most * p.r * NV * LANES : 0) + slack;
+    const int64_t rooms = p.shared ? 1 : threads, each = (p.shared ? 2 : 4) * own,
+                  sums = each * rooms;
+    const int64_t needs = sums + rooms * room + threads * frame;
+    if (!scratch) return needs;
+    const int64_t taps = p.joined ? 1 : p.taps, blocks = NAME(blocks_of)(s->o),
+                  panels = (p.padded / LANES + NV - 1) / NV;
+    NAME(clear)(scratch, sums, threads);
+    REAL *frames = scratch + sums + rooms * room;
+    if (p.shared)
+        for (int64_t first = 0; first < s->groups;) {
+            NAME(run) run = NAME(run_from)(first, all, p.at_once);
+            const int64_t units = run.end - first, n = run.n * s->per, count = units * n;
+            REAL *images = scratch + sums, *deltas = images + count * p.image + slack;
+#pragma omp parallel num_threads(threads)
+            {
+#pragma omp for schedule(static)
+                for (int64_t k = 0; k < count; k++)
+                    NAME(pack)(s, &p, run.start * s->per + k, x, delta, bias, wide,
+                               frames + THREAD * frame, images, deltas, k, count);
+                REAL *copy = frames + THREAD * frame;
+                const NAME(lines) lines = NAME(lines_of)(s, &p),
+                                  copied = {p.r * NV * LANES, 1, p.r, 0, NV * LANES};
+                int64_t last = -1;
+#pragma omp for schedule(static)
+                for (int64_t work = 0; work < taps * panels * blocks; work++) {
+                    const NAME(panel) panel =
+                        NAME(panel_of)(s, &p, work / blocks / panels, work / blocks % panels);
+                    /* a panel is used for every block: side by side, it is read fast */
+                    if (last != work / blocks)
+                        for (int64_t k = 0; k < count; k++)
+                            for (int64_t y = 0; y < lines.outer; y++)
+                                NAME(copy)(images + panel.place + k * lines.sample +
+                                               y * lines.outer_step,
+                                           lines.inner_step,
+                                           copy + k * copied.sample + y * lines.inner * NV * LANES,
+                                           NV * LANES, lines.inner, panel.nv * LANES);
+                    last = work / blocks;
+                    NAME(block)(s, &p, &panel, work % blocks, units, n, copy, &copied, deltas,
+                                scratch, scratch + own, (REAL)1 / (REAL)run.n);
+                }
+            }
+            first = run.end;
+        }
+    else {
+        /* of larger groups; then those of the others */
+        const int64_t pieces = (all.larger + p.at_once - 1) / p.at_once;
+        const int64_t others = (all.count - all.larger + p.at_once - 1) / p.at_once;
+#pragma omp parallel num_threads(threads)
+        {
+            REAL *images = scratch + sums + THREAD * room, *all_sums = scratch + THREAD * 4 * own,
+                 *some = all_sums + 2 * own;
+            int64_t since = 0; /* groups that are in `some`, and not in `all_sums` yet */
+#pragma omp for schedule(dynamic) nowait
+            for (int64_t piece = 0; piece < pieces + others; piece++) {
+                int64_t first =
+                    piece < pieces ? piece * p.at_once : all.larger + (piece - pieces) * p.at_once;
+                NAME(run) run = NAME(run_from)(first, all, p.at_once);
+                const int64_t units = run.end - first, n = run.n * s->per, count = units * n;
+                REAL *deltas = images + count * p.image + slack;
+                for (int64_t k = 0; k < count; k++)
+                    NAME(pack)(s, &p, run.start * s->per + k, x, delta, bias, wide,
+                               frames + THREAD * frame, images, deltas, k, count);
+                const NAME(lines) lines = NAME(lines_of)(s, &p);
+                for (int64_t work = 0; work < taps * panels; work++) {
+                    const NAME(panel) panel = NAME(panel_of)(s, &p, work / panels, work % panels);
+                    for (int64_t k = 0; k < blocks; k++)
+                        NAME(block)(s, &p, &panel, k, units, n, images + panel.place, &lines,
+                                    deltas, some, some + own, (REAL)1 / (REAL)run.n);
+                }
+                since += units;
+                if (since >= FEW) {
+                    NAME(fold)(all_sums, some, 2 * own);
+                    since = 0;
+                }
+            }
+            NAME(fold)(all_sums, some, 2 * own);
+        }
+    }
+    /* from [o, taps, places of a tap, c] to [o, c, kh, kw] */
+    const int64_t step = p.joined ? p.width : p.padded, places = s->kh * s->kw;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t o = 0; o < s->o; o++)
+        for (int both = 0; both < 2; both++) {
+            REAL *sum = scratch + both * own + o * p.ld, *to = (both ? W : S) + o * s->c * places;
+            for (int64_t t = 1; t < rooms; t++)
+                for (int64_t k = 0; k < p.ld; k++) sum[k] += sum[t * each + k];
+            for (int64_t tap = 0; tap < p.taps; tap++)
+                NAME(transpose)(sum + tap * step, s->c, to + tap * (places / p.taps), places,
+                                places / p.taps, s->c);
+        }
+    return needs;
+}
+
+void NAME(conv)(const REAL *x, const REAL *delta, REAL *S, REAL *W, REAL *bias, REAL *scratch,
+                Convolution *whole, int threads) {
+    Convolution s = *whole;
+    s.c /= s.parts;
+    s.o /= s.parts;
+    const int64_t sums = s.images * whole->o, weights = s.o * s.c * s.kh * s.kw;
+    if (!scratch) {
+        whole->scratch = sums + NAME(part)(&s, x, delta, S, W, bias, scratch, whole->o, threads);
+        return;
+    }
+    for (int64_t k = 0; k < s.parts; k++)
+        NAME(part)(&s, x + k * s.c * s.x_channel, delta + k * s.o * s.d_channel, S + k * weights,
+                   W + k * weights, bias ? scratch + k * s.o : 0, scratch + sums, whole->o,
+                   threads);
+    if (bias) NAME(bias)(scratch, bias, s.images / s.per, s.per, s.groups, whole->o);
+}

@@ -1,0 +1,266 @@
+/* S = sum of C_u and W = sum of C_u^2/n over groups u of n samples, where C_u is a matrix product:
+   of a dense layer, or of a convolution. C_u exists a tile at a time, in registers, and nowhere
+   else. Twin, and definition: Outer in engine/contribution.py. The letters are the same there: b
+   samples of r rows (time steps, pixels), o output and i input features.
+
+   A tile is MR output features times NV vectors of input features. delta comes packed, so that the
+   MR numbers of a row lie side by side. */
+
+/* Where the rows of one sample's input features are: `outer` times `inner` of them (a convolution's
+   output lines, and the pixels of a line). */
+typedef struct {
+    int64_t sample, outer, inner, outer_step, inner_step;
+} NAME(lines);
+
+#define UNROLL _Pragma("GCC unroll 12")
+static inline __attribute__((always_inline)) void
+NAME(tile)(const int mr, const int nv, int64_t units, int64_t n, const REAL *a, const REAL *b,
+           const NAME(lines) *at, REAL *restrict S, REAL *restrict W, int64_t ld, REAL share) {
+    /* of a few at a time: one addition after the other would drift */
+    for (int64_t first = 0; first < units; first += FEW) {
+        NAME(vec) total[MR][NV], square[MR][NV];
+        UNROLL for (int m = 0; m < mr; m++)
+            UNROLL for (int v = 0; v < nv; v++) total[m][v] = square[m][v] = (NAME(vec)){0};
+        for (int64_t u = first; u < units && u < first + FEW; u++) {
+            NAME(vec) c[MR][NV];
+            UNROLL for (int m = 0; m < mr; m++)
+                UNROLL for (int v = 0; v < nv; v++) c[m][v] = (NAME(vec)){0};
+            for (int64_t s = 0; s < n; s++, b += at->sample)
+                for (int64_t j = 0; j < at->outer; j++) {
+                    const REAL *row = b + j * at->outer_step;
+                    for (int64_t i = 0; i < at->inner; i++, row += at->inner_step, a += mr) {
+                        NAME(vec) x[NV];
+                        UNROLL for (int v = 0; v < nv; v++) x[v] = AT(row + v * LANES);
+                        UNROLL for (int m = 0; m < mr; m++)
+                            UNROLL for (int v = 0; v < nv; v++) c[m][v] += x[v] * a[m];
+                    }
+                }
+            UNROLL for (int m = 0; m < mr; m++)
+                UNROLL for (int v = 0; v < nv; v++) {
+                    total[m][v] += c[m][v];
+                    square[m][v] += c[m][v] * c[m][v];
+                }
+        }
+        UNROLL for (int m = 0; m < mr; m++)
+            UNROLL for (int v = 0; v < nv; v++) {
+                AT(S + m * ld + v * LANES) += total[m][v];
+                AT(W + m * ld + v * LANES) += square[m][v] * share;
+            }
+    }
+}
+
+#define TILE(M, V)                                                                                 \
+    static __attribute__((noinline)) void NAME(tile##M##x##V)(                                     \
+        int64_t units, int64_t n, const REAL *a, const REAL *b, const NAME(lines) *at, REAL *S,    \
+        REAL *W, int64_t ld, REAL share) {                                                         \
+        NAME(tile)(M, V, units, n, a, b, at, S, W, ld, share);                                     \
+    }
+#define TILES(M) TILE(M, 1) TILE(M, 2)
+TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6)
+#if MR == 12
+TILES(7) TILES(8) TILES(9) TILES(10) TILES(11) TILES(12)
+#endif
+typedef void (*NAME(tile_of))(int64_t, int64_t, const REAL *, const REAL *, const NAME(lines) *,
+                              REAL *, REAL *, int64_t, REAL);
+#define BOTH(M) {NAME(tile##M##x1), NAME(tile##M##x2)}
+static const NAME(tile_of) NAME(tiles)[MR][NV] = {BOTH(1),  BOTH(2), BOTH(3), BOTH(4),
+                                                  BOTH(5),  BOTH(6),
+#if MR == 12
+                                                  BOTH(7),  BOTH(8), BOTH(9), BOTH(10),
+                                                  BOTH(11), BOTH(12)
+#endif
+};
+#undef TILE
+#undef TILES
+#undef BOTH
+
+/* Output features in blocks of one tile's height at most, of fours (twos, where tiles are low) but
+   for the last, and about equal: how many, and where block k begins. */
+static inline int64_t NAME(blocks_of)(int64_t features) { return (features + MR - 1) / MR; }
+static inline int64_t NAME(begin)(int64_t k, int64_t features) {
+    const int64_t some = MR / 3, blocks = NAME(blocks_of)(features),
+                  all = (features + some - 1) / some;
+    return k < blocks ? k * all / blocks * some : features;
+}
+
+typedef REAL NAME(quad)
+    __attribute__((vector_size(4 * sizeof(REAL)), aligned(sizeof(REAL)), may_alias));
+typedef INT NAME(places) __attribute__((vector_size(4 * sizeof(REAL)))); /* for SHUFFLE */
+
+/* to[j*step + i] = from[i*stride + j] */
+static inline void NAME(transpose)(const REAL *restrict from, int64_t stride, REAL *restrict to,
+                                   int64_t step, int64_t rows, int64_t columns) {
+    int64_t i = 0;
+    if (rows == 1 && step == 1) {
+        memcpy(to, from, columns * sizeof(REAL));
+        return;
+    }
+    for (; i + 4 <= rows; i += 4) {
+        const REAL *f = from + i * stride;
+        REAL *t = to + i;
+        int64_t j = 0;
+        for (; j + 4 <= columns; j += 4) {
+            NAME(quad) a = *(const NAME(quad) *)(f + j), b = *(const NAME(quad) *)(f + stride + j);
+            NAME(quad) c = *(const NAME(quad) *)(f + 2 * stride + j),
+                       d = *(const NAME(quad) *)(f + 3 * stride + j);
+            NAME(quad) ab = SHUFFLE(a, b, 0, 4, 1, 5),
+                       cd = SHUFFLE(c, d, 0, 4, 1, 5);
+            NAME(quad) ab2 = SHUFFLE(a, b, 2, 6, 3, 7),
+                       cd2 = SHUFFLE(c, d, 2, 6, 3, 7);
+            *(NAME(quad) *)(t + j * step) = SHUFFLE(ab, cd, 0, 1, 4, 5);
+            *(NAME(quad) *)(t + (j + 1) * step) = SHUFFLE(ab, cd, 2, 3, 6, 7);
+            *(NAME(quad) *)(t + (j + 2) * step) = SHUFFLE(ab2, cd2, 0, 1, 4, 5);
+            *(NAME(quad) *)(t + (j + 3) * step) = SHUFFLE(ab2, cd2, 2, 3, 6, 7);
+        }
+        for (; j < columns; j++)
+            for (int64_t k = 0; k < 4; k++) t[j * step + k] = f[k * stride + j];
+    }
+    for (; i < rows; i++)
+        for (int64_t j = 0; j < columns; j++) to[j * step + i] = from[i * stride + j];
+}
+
+/* to[j*step + k] = from[j*stride + k] for rows of a few numbers: a vector at a time, of which the
+   next row overwrites what is too much. */
+static inline void NAME(copy)(const REAL *restrict from, int64_t stride, REAL *restrict to,
+                              int64_t step, int64_t rows, int64_t columns) {
+    int64_t j = 0, vectors = (columns + LANES - 1) / LANES;
+    int64_t over = vectors * LANES,
+            whole = rows - (over - columns + (step < stride ? step : stride) - 1) /
+                               (step < stride ? step : stride);
+    if (vectors == 1)
+        for (; j < whole; j++) AT(to + j * step) = AT(from + j * stride);
+    else if (vectors == 2)
+        for (; j < whole; j++) {
+            NAME(vec) one = AT(from + j * stride), two = AT(from + j * stride + LANES);
+            AT(to + j * step) = one;
+            AT(to + j * step + LANES) = two;
+        }
+    for (; j < rows; j++)
+        for (int64_t k = 0; k < columns; k++) to[j * step + k] = from[j * stride + k];
+}
+
+/* The groups of a batch: `larger` of `size` + 1 samples, then the others. */
+typedef struct {
+    int64_t count, size, larger;
+} NAME(groups);
+
+/* The groups `first` to `end` have n samples each, the first of them being `start`: as many as are
+   alike, and `at_once` at most. */
+typedef struct {
+    int64_t end, n, start;
+} NAME(run);
+
+static inline NAME(run) NAME(run_from)(int64_t first, NAME(groups) g, int64_t at_once) {
+    int more = first < g.larger;
+    int64_t end = more ? g.larger : g.count;
+    NAME(run) run = {end - first < at_once ? end : first + at_once, g.size + more,
+                     more ? first * (g.size + 1) : g.larger + first * g.size};
+    return run;
+}
+
+static inline void NAME(clear)(REAL *x, int64_t n, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int t = 0; t < threads; t++)
+        memset(x + n * t / threads, 0, (n * (t + 1) / threads - n * t / threads) * sizeof(REAL));
+}
+
+/* to += from, which is then 0 */
+static inline void NAME(fold)(REAL *restrict to, REAL *restrict from, int64_t n) {
+    for (int64_t k = 0; k < n; k++) {
+        to[k] += from[k];
+        from[k] = 0;
+    }
+}
+
+/* What a bias gets: S and W, side by side, of the sums of delta over rows, `of` [batch * per, o].
+ */
+static void NAME(bias)(const REAL *of, REAL *sums, int64_t batch, int64_t per, int64_t groups,
+                       int64_t o) {
+    for (int64_t f = 0; f < o; f++) {
+        double total = 0, square = 0;
+        const REAL *c = of + f;
+        for (int64_t u = 0; u < groups; u++) {
+            const int64_t n = batch / groups + (u < batch % groups);
+            double sum = 0;
+            for (int64_t k = 0; k < n * per; k++, c += o) sum += *c;
+            total += sum;
+            square += sum * sum / (double)n;
+        }
+        sums[f] = (REAL)total;
+        sums[o + f] = (REAL)square;
+    }
+}
+
+/* Dense layers: delta [b, r, o], a [b, r, i]; S and W [o, i], and, if it is wanted, both of the
+   bias [2, o]. */
+void NAME(outer)(const REAL *delta, const REAL *a, REAL *S, REAL *W, REAL *bias, REAL *scratch,
+                 int64_t batch, int64_t groups, int64_t r, int64_t o, int64_t i, int64_t at_once,
+                 int threads) {
+    REAL *sums = scratch; /* of delta over the rows of each sample */
+    scratch += bias ? batch * o : 0;
+    NAME(clear)(S, o * i, threads);
+    NAME(clear)(W, o * i, threads);
+    const int64_t width = NV * LANES, panels = (i + width - 1) / width, blocks = NAME(blocks_of)(o);
+    const NAME(groups) all = {groups, batch / groups, batch % groups};
+    for (int64_t first = 0; first < groups;) {
+        NAME(run) run = NAME(run_from)(first, all, at_once);
+        const int64_t units = run.end - first, n = run.n, rows = units * n * r;
+        /* of the blocks, where panels cannot be shared out evenly */
+        const int64_t split = panels % threads && panels < 8 * threads ? threads : 1;
+        const REAL *d = delta + run.start * r * o, *x = a + run.start * r * i,
+                   share = (REAL)1 / (REAL)n;
+        /* a group's rows lie one after the other */
+        const NAME(lines) at = {n * r * width, 1, n * r, 0, width};
+#pragma omp parallel num_threads(threads)
+        {
+            REAL *panel = scratch + rows * o + LANES + THREAD * (rows * width + LANES);
+            int64_t packed = -1;
+            /* pack delta: [block][rows][its features] */
+#pragma omp for schedule(static)
+            for (int64_t sample = 0; sample < units * n; sample++) {
+                const REAL *source = d + sample * r * o;
+                for (int64_t k = 0; k < blocks; k++) {
+                    int64_t from = NAME(begin)(k, o), mr = NAME(begin)(k + 1, o) - from;
+                    NAME(copy)(source + from, o, scratch + rows * from + sample * r * mr, mr, r,
+                               mr);
+                }
+                if (bias) {
+                    REAL *total = sums + (run.start + sample) * o;
+                    for (int64_t f = 0; f < o; f++) total[f] = 0;
+                    for (int64_t j = 0; j < r; j++)
+                        for (int64_t f = 0; f < o; f++) total[f] += source[j * o + f];
+                }
+            }
+#pragma omp for schedule(static)
+            for (int64_t work = 0; work < panels * split; work++) {
+                int64_t p = work / split, part = work % split;
+                int64_t from = p * width, wide = i - from < width ? i - from : width,
+                        nv = (wide + LANES - 1) / LANES;
+                if (packed != p) NAME(copy)(x + from, i, panel, width, rows, wide);
+                packed = p;
+                for (int64_t k = part * blocks / split; k < (part + 1) * blocks / split; k++) {
+                    int64_t feature = NAME(begin)(k, o), mr = NAME(begin)(k + 1, o) - feature;
+                    const REAL *deltas = scratch + rows * feature;
+                    REAL *total = S + feature * i + from, *square = W + feature * i + from;
+                    if (wide == nv * LANES)
+                        NAME(tiles)[mr - 1][nv - 1](units, 1, deltas, panel, &at, total, square, i,
+                                                    share);
+                    else { /* the last, narrow one */
+                        REAL t[MR * NV * VECTOR / sizeof(REAL)] = {0},
+                                                  q[MR * NV * VECTOR / sizeof(REAL)] = {0};
+                        NAME(tiles)[mr - 1][nv - 1](units, 1, deltas, panel, &at, t, q, width,
+                                                    share);
+                        for (int64_t m = 0; m < mr; m++)
+                            for (int64_t v = 0; v < wide; v++) {
+                                total[m * i + v] += t[m * width + v];
+                                square[m * i + v] += q[m * width + v];
+                            }
+                    }
+                }
+            }
+        }
+        first = run.end;
+    }
+    if (bias) NAME(bias)(sums, bias, batch, 1, groups, o);
+}
+#undef UNROLL

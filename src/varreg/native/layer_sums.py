@@ -1,0 +1,214 @@
+"""S and W in one pass over memory: of contributions that are at hand; and of dense layers,
+convolutions and lookups, without the per-sample gradients themselves.
+
+Twins, and definitions: engine/contribution.py, and `SparseRows` in engine/rules/embedding.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from varreg.memory import Workspace
+from varreg.native import library
+from varreg.native.contract import Convolution
+from varreg.thresholds import PACKED, PANEL, SHAPES, WORTH_THREADS_PRODUCTS
+
+_SCRATCH = Workspace()  # what kernels pack, and add up in
+
+KNOWS_SINGLE_ROWS = False
+"""True: `outer` is best also for one row per sample. On the CPU, two matrix products are faster."""
+
+
+class Sums(NamedTuple):
+    """S and W of a layer's weight and, if asked for, of its bias."""
+
+    total: Tensor
+    """S."""
+    square: Tensor
+    """W."""
+    bias: Tensor | Sequence[Tensor] | None
+    """Both for c_b = Σ_r δ_br `[2, o]`, which is what a bias gets; None unless it was asked for.
+    `[3, o]` if S comes twice.
+    """
+    again: Tensor | None = None
+    """S a second time, in memory of its own, where that costs no launch of its own."""
+
+
+def sums(values: Tensor, groups: int) -> tuple[Tensor, Tensor] | None:
+    """Return S and W of `[batch, *shape]` in so many groups of samples; None where it takes
+    PyTorch.
+    """
+    at = library.leading_strides(values, 1)
+    if at is None or not groups or not library.serves(values):
+        return None
+    total, square = values.new_empty(values.shape[1:]), values.new_empty(values.shape[1:])
+    sizes = values.shape[0], groups, total.numel(), *at
+    library.call("sums", (values, total, square), sizes, (), library.threads_for(values.numel()))
+    return total, square
+
+
+def total(values: Tensor) -> Tensor | None:
+    """Return S of `[batch, *shape]`; None where PyTorch is needed."""
+    at = library.leading_strides(values, 1)
+    if at is None or not len(values) or not library.serves(values):
+        return None
+    out = values.new_empty(values.shape[1:])
+    library.call(
+        "sums",
+        (values, out, None),
+        (len(values), len(values), out.numel(), *at),
+        (),
+        library.threads_for(values.numel()),
+    )
+    return out
+
+
+def outer(delta: Tensor, a: Tensor, groups: int, bias: bool = False) -> Sums | None:
+    """Return the sums of c_b = Σ_r δ_br ⊗ a_br, with δ `[b, r, o]` and a `[b, r, i]`; None where
+    PyTorch is needed.
+    """
+    (b, r, o), i = delta.shape, a.shape[2]
+    if not (b and r and o and i and library.serves(delta, a)):
+        return None
+    delta, a = delta.contiguous(), a.contiguous()
+    total, square = delta.new_empty(o, i), delta.new_empty(o, i)
+    both = delta.new_empty(2, o) if bias else None
+    threads = _threads(b * r * o * i)
+    row = o + PANEL * threads  # numbers that are packed for a row
+    group = -(-b // groups) * r  # rows of the largest group
+    at_once = min(max(1, PACKED // (group * row)), groups)
+    memory = _SCRATCH.room(b * o + group * at_once * row + 2 * PANEL * (threads + 1), delta)
+    library.call(
+        "outer", (delta, a, total, square, both, memory), (b, groups, r, o, i, at_once), (), threads
+    )
+    return Sums(total, square, both)
+
+
+def conv(
+    x: Tensor,
+    delta: Tensor,
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    groups: int,
+    *,
+    per: int = 1,
+    parts: int = 1,
+    bias: bool = False,
+) -> Sums | None:
+    """Return the sums of a convolution's kernel `[o, c/parts, *kernel]`, from x `[b·per, c, …]` and
+    δ `[b·per, o, …]`; None where PyTorch is needed.
+
+    `padding` is what comes before the first pixel, `per` how many images a sample has, and `parts`
+    into how many the convolution divides its channels (what torch calls groups; here these are
+    groups of samples).
+    """
+    if x.dim() not in (3, 4) or not (x.numel() and delta.numel() and library.serves(x, delta)):
+        return None
+    depthwise, o = 1 < parts == x.shape[1], delta.shape[1]
+    weight = (o, x.shape[1] // parts, *kernel)
+    total, square = x.new_empty(weight), x.new_empty(weight)
+    both = x.new_empty(2, o) if bias else None
+    if x.dim() == 3:
+        x, delta = x.unsqueeze(2), delta.unsqueeze(2)
+        kernel, stride, padding, dilation = (
+            (1, *kernel),
+            (1, *stride),
+            (0, *padding),
+            (1, *dilation),
+        )
+    (x, x_last), (delta, delta_last) = _in_order(x, depthwise), _in_order(delta, depthwise)
+    how = kernel, stride, padding, dilation
+    threads = _threads(delta.numel() * total[0].numel())
+    shape = _shape(
+        x.shape, x_last, delta.shape, delta_last, how, groups, per, parts, x.dtype, threads
+    )
+    memory = _SCRATCH.room(shape.scratch, x)
+    name = "depthwise" if depthwise else "conv"
+    library.call(name, (x, delta, total, square, both, memory), (), (), threads, shape)
+    return Sums(total, square, both)
+
+
+def lookup(
+    ids: Tensor, dy: Tensor, shape: torch.Size, groups: int, skip: int | None, squares: bool = True
+) -> tuple[Tensor, Tensor | None] | None:
+    """Return S and W of a table of which rows `ids [b, r]` receive `dy [b, r, features]`, but for
+    the row `skip`; S alone if W is not wanted. None where PyTorch is needed.
+    """
+    # rows are numbered by int32 in C
+    if not groups or shape[0] >= 1 << 31 or not ids.is_cpu or not library.serves(dy):
+        return None
+    ids, dy = ids.long().contiguous(), library.side_by_side(dy, 2)
+    batch, r, features = dy.shape
+    total = dy.new_zeros(shape)
+    square = dy.new_zeros(shape) if squares else None
+    compact = dy.new_empty(min(-(-batch // groups) * r, shape[0]), features)
+    slots = torch.empty(shape[0] + 2 * ids.numel() + groups, dtype=torch.int32, device="cpu")
+    sizes = shape[0], batch, groups, r, features, *dy.stride()[:2], -1 if skip is None else skip
+    library.call(
+        "lookup",
+        (dy, ids, total, square, compact, slots),
+        sizes,
+        (),
+        library.threads_for(dy.numel()),
+    )
+    return total, square
+
+
+@functools.lru_cache(maxsize=SHAPES)
+def _shape(
+    x: torch.Size,
+    x_last: bool,
+    delta: torch.Size,
+    delta_last: bool,
+    how: tuple[tuple[int, ...], ...],
+    groups: int,
+    per: int,
+    parts: int,
+    dtype: torch.dtype,
+    threads: int,
+) -> Convolution:
+    """Return the convolution's sizes, with how much scratch memory it takes. Strides follow from
+    shapes: those of a dimension of size 1 say nothing.
+    """
+    (kh, kw), (sy, sx), (py, px), (dy, dx) = how
+    x_image, x_channel, x_row, x_column = _strides(x, x_last)
+    d_image, d_channel, _, d_pixel = _strides(delta, delta_last)
+    shape = Convolution(
+        images=x[0], per=per, groups=groups, parts=parts,
+        c=x[1], h=x[2], w=x[3], o=delta[1], oh=delta[2], ow=delta[3],
+        kh=kh, kw=kw, sy=sy, sx=sx, py=py, px=px, dy=dy, dx=dx,
+        x_image=x_image, x_channel=x_channel, x_row=x_row, x_column=x_column,
+        d_image=d_image, d_channel=d_channel, d_pixel=d_pixel,
+    )  # fmt: skip
+    # without tensors, it only says how much memory it needs
+    nothing = torch.empty(0, dtype=dtype, device="cpu")
+    library.call("conv", (nothing, *(None,) * 5), (), (), threads, shape)
+    return shape
+
+
+def _strides(shape: torch.Size, last: bool) -> tuple[int, int, int, int]:
+    _, c, h, w = shape
+    return (c * h * w, 1, w * c, c) if last else (c * h * w, h * w, w, 1)
+
+
+def _in_order(t: Tensor, strictly: bool) -> tuple[Tensor, bool]:
+    """Return `[b, c, h, w]` with its pixels side by side, or (if not `strictly`) its channels; and
+    whether channels are last.
+    """
+    last = (
+        not strictly
+        and not t.is_contiguous()
+        and t.is_contiguous(memory_format=torch.channels_last)
+    )
+    return t if last else t.contiguous(), last
+
+
+def _threads(products: int) -> int:
+    return torch.get_num_threads() if products > WORTH_THREADS_PRODUCTS else 1

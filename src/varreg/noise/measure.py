@@ -1,0 +1,150 @@
+"""From S and W to tr Σ and |Ĝ|² of each parameter: one pass over both, without waiting for a
+device.
+
+For a loss that is a mean over m samples in K groups:
+
+    tr Σ = m/(K−1) · (m·ΣW − S·S),   |Ĝ|² = S·S − tr Σ/m
+
+tr Σ is the unbiased variance of one sample's gradient, |Ĝ|² is unbiased for the square of the true
+gradient. For a loss that is a sum, both are divided by m².
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from varreg import native
+from varreg.engine.ledger import Ledger
+from varreg.engine.mean_variance import Moments
+from varreg.engine.number_range import choose_precision
+from varreg.optim.gradient import products
+from varreg.optim.synchronized import check_synchronized
+from varreg.parallel.shards import is_sharded, total
+
+
+class Measured(NamedTuple):
+    """A parameter, its ledger, and its moments; if it is sharded, those of this rank's part."""
+
+    parameter: Tensor
+    ledger: Ledger
+    moments: Moments | None
+
+
+def read(parameters: Sequence[tuple[Tensor, Ledger]]) -> list[Measured]:
+    """Return the moments of parameters over all processes. Raise a MeasurementError if they are of
+    one process alone.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        check_synchronized((p for p, _ in parameters), steps=False)
+    return [Measured(p, ledger, ledger.read(p, stepping=True)) for p, ledger in parameters]
+
+
+def samples(found: Sequence[Measured]) -> int:
+    """Return m, the samples since gradients were cleared; 0 if nothing was measured."""
+    return max((f.moments.count for f in found if f.moments is not None), default=0)
+
+
+def has_variance(found: Sequence[Measured]) -> bool:
+    """Return whether all moments are of at least two samples, in at least two groups."""
+    return all(f.moments is None or min(f.moments.count, f.moments.groups) > 1 for f in found)
+
+
+def estimates(found: Sequence[Measured], l1: bool = False) -> Tensor:
+    """Return tr Σ and |Ĝ|² of each parameter, `[n, 2]`; with `l1`, also its `l1_sums`, `[n, 5]`.
+
+    The result is on the device of the first parameter, and is not read. Sharded parameters need one
+    reduction for all. A parameter without moments has zeros: no sample had a gradient there.
+    """
+    home = found[0].parameter.device
+    precise = torch.float32 if home.type == "mps" else torch.float64
+    rows = torch.stack([row.to(home, precise, non_blocking=True) for row in _squares(found)])
+    rows = (rows.unsqueeze(1) * _factors(found).to(rows, non_blocking=True)).sum(2)
+    if l1:
+        parts = [row.to(home, precise, non_blocking=True) for row in _l1_sums(found)]
+        rows = torch.cat([rows, torch.stack(parts)], 1)
+    sharded = [i for i, f in enumerate(found) if is_sharded(f.parameter)]
+    if sharded:
+        first: Any = found[sharded[0]].parameter
+        rows[sharded] = total(rows[sharded], first)
+    return rows
+
+
+def _squares(found: Sequence[Measured]) -> list[Tensor]:
+    """Return S·S and ΣW of each parameter."""
+    out: list[Tensor] = [torch.zeros(2)] * len(found)
+    fast = []
+    for i, f in enumerate(found):
+        m = f.moments
+        if m is None or not m.total.numel():
+            continue
+        if native.serves(m.total, m.square):
+            fast.append(i)
+        else:
+            out[i] = products(m, m.total)[[0, 3]]
+    measured: list[Any] = [found[i].moments for i in fast]
+    compared = native.compare([(m.total, m.total, m.square) for m in measured]) if fast else ()
+    for i, m, (SS, _, _, W) in zip(fast, measured, compared, strict=True):
+        choose_precision(found[i].ledger, m, SS, W)
+        out[i] = torch.tensor([SS, W], dtype=torch.float64)
+    return out
+
+
+def _factors(found: Sequence[Measured]) -> Tensor:
+    """Return the factors of S·S and ΣW in tr Σ and in |Ĝ|²: `[n, 2, 2]`."""
+    rows = []
+    for f in found:
+        if f.moments is None:
+            rows.append([[0.0, 0.0], [0.0, 0.0]])
+            continue
+        m, K = f.moments.count, f.moments.groups
+        scale = 1.0 if f.moments.reduction == "mean" else 1.0 / m**2
+        a = scale * m / (K - 1) if min(m, K) > 1 else math.nan
+        rows.append([[-a, a * m], [scale + a / m, -a]])
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def _l1_sums(found: Sequence[Measured]) -> list[Tensor]:
+    """Return `l1_sums` of each parameter; those on the CPU in one native pass."""
+    out: list[Tensor] = [torch.zeros(3)] * len(found)
+    fast = []
+    for i, f in enumerate(found):
+        m = f.moments
+        if m is None or not m.total.numel():
+            continue
+        if native.serves(m.total, m.square):
+            fast.append(i)
+        else:
+            out[i] = l1_sums(m)
+    measured: list[Any] = [found[i].moments for i in fast]
+    sums = native.l1([(m.total, m.square, _l1_numbers(m)) for m in measured]) if fast else ()
+    for i, (s, size, excess) in zip(fast, sums, strict=True):
+        out[i] = torch.tensor([s, size, _NOISE_OF_ZERO * excess], dtype=torch.float64)
+    return out
+
+
+def _l1_numbers(m: Moments) -> tuple[float, ...]:
+    """Return m, the factor from m·W − S² to s², its rounding error, and the factor from S to ḡ."""
+    factor, rounding = m.constants
+    scale = 1.0 if m.reduction == "mean" else 1.0 / m.count
+    return m.count, factor * scale**2 * m.count / (m.count - 1), rounding, scale
+
+
+_NOISE_OF_ZERO = 3 * math.sqrt(2 / math.pi)
+
+
+def l1_sums(m: Moments) -> Tensor:
+    """Return Σ s, Σ|ḡ|, and by how much Σ|ḡ| may exceed Σ|G|, over all elements.
+
+    With e = s/√m the standard error of ḡ and z = ḡ/e, E e|z| is never below |G|; and E e(|z| −
+    3√(2/π)·exp(−4z²)) is never above it, for a normal ḡ: 0 where G is 0, and the same as |ḡ| where
+    it is some standard errors long. No estimate of |G| is unbiased: it has a corner at 0.
+    """
+    s = (m.variance * (m.count / (m.count - 1))).sqrt_()
+    e, size = s / math.sqrt(m.count), m.mean.abs()
+    excess = (size / e).square_().mul_(-4).exp_().mul_(e).nan_to_num_(nan=0.0)
+    return torch.stack([s.sum(), size.sum(), _NOISE_OF_ZERO * excess.sum()])

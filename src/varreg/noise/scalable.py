@@ -1,0 +1,84 @@
+"""Optimizers whose step follows their learning rate, so that AdaScale can scale it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from varreg.errors import VarregError
+
+_POWERS: dict[type[Optimizer], float] = {
+    torch.optim.SGD: 1.0,
+    torch.optim.ASGD: 1.0,
+    torch.optim.Adam: 0.5,
+    torch.optim.NAdam: 0.5,
+    torch.optim.RAdam: 0.5,
+    torch.optim.Adamax: 0.5,
+    torch.optim.RMSprop: 0.5,
+    torch.optim.Adagrad: 0.5,
+}
+"""Torch's optimizers, with the power of the gain for the learning rate. AdamW is an Adam."""
+
+_OWN_SCALE: dict[str, str] = {
+    "relative_step": "it sets its own step size (relative_step)",
+    "weight_sum": "it is schedule-free: its learning rate is a weight in an average, too",
+    "d0": "it estimates its own step size (D-adaptation)",
+    "reps_rel": "it estimates its own step size (distance over gradients)",
+}
+"""Keys of param groups by which an optimizer with its own step size is recognized."""
+
+
+def check(optimizer: Any, base_batch: Any, power: Any, smoothing: Any) -> None:
+    """Raise a VarregError for arguments that AdaScale cannot work with."""
+    if not isinstance(optimizer, Optimizer):
+        raise VarregError(
+            f"varreg: AdaScale expects a torch.optim.Optimizer, got {type(optimizer).__name__}."
+        )
+    if isinstance(base_batch, bool) or not isinstance(base_batch, int) or base_batch < 1:
+        raise VarregError(
+            "varreg: base_batch must be a positive whole number, the batch at which the learning "
+            f"rate was tuned; got {base_batch!r}."
+        )
+    if power is not None and not (isinstance(power, (int, float)) and 0 <= power <= 1):
+        raise VarregError(f"varreg: power must be between 0 and 1; got {power!r}.")
+    if not (isinstance(smoothing, (int, float)) and 0 <= smoothing < 1):
+        raise VarregError(f"varreg: smoothing must be at least 0 and below 1; got {smoothing!r}.")
+    if reason := _own_scale(getattr(optimizer, "base", optimizer)):
+        raise VarregError(
+            f"varreg: AdaScale cannot be used around {type(optimizer).__name__}: {reason}. Use one "
+            "whose step is its learning rate times a direction, as torch.optim.SGD."
+        )
+
+
+def _own_scale(optimizer: Optimizer) -> str:
+    """Return the reason why a step does not follow the learning rate; "" if it does."""
+    own = {
+        torch.optim.LBFGS: "its step evaluates the model many times",
+        torch.optim.Rprop: "it sets its own step sizes",
+        torch.optim.Adafactor: "it sets its own step size",
+    }
+    for cls, reason in own.items():
+        if isinstance(optimizer, cls):
+            return reason
+    for group in optimizer.param_groups:
+        if "lr" not in group or group["lr"] is None:
+            return "it has no learning rate"
+        for key, reason in _OWN_SCALE.items():
+            if group.get(key, False) is not False:
+                return reason
+    return ""
+
+
+def power_of(optimizer: Optimizer) -> float:
+    """Return the power for a class of torch or a subclass; raise a VarregError for others."""
+    base = getattr(optimizer, "base", optimizer)
+    for cls, power in _POWERS.items():
+        if isinstance(base, cls):
+            return power
+    raise VarregError(
+        f"varreg: AdaScale does not know how the learning rate of {type(base).__name__} follows "
+        "the batch. Set power=1 if its step is proportional to the gradient, as in SGD, or "
+        "power=0.5 if it divides by the gradient's size, as in Adam."
+    )

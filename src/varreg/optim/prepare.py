@@ -1,0 +1,66 @@
+"""The statistics that a parameter's state lacks: made before they are written to."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from varreg import native
+from varreg.backends import BACKENDS
+from varreg.engine.contribution import stat_dtype
+from varreg.optim.scopes import SCOPES
+from varreg.optim.state import CALIBRATION, COUNT, HISTORY, STEPS, is_wide, narrow, statistics
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from varreg.optim.step import ParameterStep
+
+
+@functools.cache
+def needed(sums: tuple[str, ...], calibrate: bool) -> dict[str, None]:
+    """Return the names of all statistics of an increment with these sums."""
+    return dict.fromkeys((*sums, *HISTORY, STEPS, *(CALIBRATION if calibrate else ())))
+
+
+def prepare(optimizer: Optimizer, step: ParameterStep) -> None:
+    """Make the statistics that are missing. They are in float64 while the sums of squares are,
+    which float32 could not hold.
+    """
+    p, m, group, sums = step.parameter, step.moments, step.group, step.increment.sums
+    state = step.state = optimizer.state[p]
+    wide = is_wide(state)
+    dtype = stat_dtype(p.dtype)
+    if m is not None and m.square.dtype != dtype:
+        dtype = m.square.dtype
+        state.update({key: value.double() for key, value in statistics(state).items()})
+    elif dtype != torch.float64 and wide:
+        dtype = narrow(state, dtype)
+    missing = [key for key in needed(sums, group["calibrate"]) if key not in state]
+    if STEPS in state and not set(sums).isdisjoint(missing):
+        state[STEPS].zero_()  # an option was switched on: its sums begin now
+    scope = SCOPES[group["per"]]
+    for key in missing:
+        if key == COUNT and _may_share_count(step):
+            state[key] = torch.zeros((), dtype=dtype)
+        elif key in HISTORY:
+            state[key] = scope.begin_history(optimizer, key, p, dtype)
+        elif key in sums:
+            state[key] = torch.zeros_like(p, dtype=dtype)
+        elif key == STEPS:  # read in each step: as torch's own count, it stays on the CPU
+            state[key] = torch.zeros((), dtype=dtype, device="cpu")
+        else:
+            state[key] = torch.zeros((), dtype=dtype, device=p.device)
+    if wide and step.regularized and m is not None and m.square.dtype != torch.float64:
+        # the state was in float64 until now: so is this step
+        step.moments = replace(m, total=m.total.double(), square=m.square.double())
+        step.grad = step.grad.double()
+
+
+def _may_share_count(step: ParameterStep) -> bool:
+    """Return whether one count may serve all elements, until one of them has a step without ρ."""
+    kernel, kernels = step.increment.kernel, BACKENDS[step.parameter.device.type]
+    return step.native and kernels is native and kernel is not None and kernel.can_repeat

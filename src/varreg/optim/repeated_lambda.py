@@ -1,0 +1,56 @@
+"""λ of the last step, where nobody keeps it: repeated from what the step left in the state.
+
+Native code can do that where increment and variance are made of the state alone, and every element
+had a ρ. So λ takes memory only while somebody looks at it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from varreg import native
+from varreg.native.contract import Task
+from varreg.optim.state import COUNT
+
+if TYPE_CHECKING:
+    from varreg.optim.step import ParameterStep
+
+
+class RepeatedLambda(NamedTuple):
+    """What λ of one parameter is made of."""
+
+    task: Task
+    """The native step, as it was taken: its numbers, and pointers into the tensors."""
+    state: tuple[Tensor, ...]
+    """The tensors, held so that the pointers stay valid; history and count are the last two."""
+
+    def tensor(self) -> Tensor:
+        """Return λ, in new memory."""
+        lam = torch.empty_like(self.state[-2])
+        _repeat(self.task, lam, lam=lam.data_ptr(), square=None)
+        return lam
+
+
+def split_count(step: ParameterStep, task: Task) -> None:
+    """Give each element a count of its own, in the first step in which some of them have no ρ; and
+    keep λ of the step, if it is not kept yet.
+    """
+    valid = torch.empty_like(step.state["vr_history"])
+    _repeat(task, valid, lam=None, variance=valid.data_ptr())
+    step.state[COUNT] = count = valid + step.state[COUNT]
+    lam: Tensor | None = step.lam
+    if lam is None:
+        step.lam = torch.empty_like(valid)
+        rest = {"is_shared": 0, "rho_count": count.data_ptr()}
+        _repeat(task, valid, lam=step.lam.data_ptr(), **rest)
+
+
+def _repeat(task: Task, like: Tensor, **fields: int | None) -> None:
+    """Call native code with some fields of a task changed."""
+    task = Task.from_buffer_copy(task)
+    for name, value in fields.items():
+        setattr(task, name, value)
+    native.repeat(task, like.dtype)

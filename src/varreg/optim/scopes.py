@@ -1,0 +1,141 @@
+"""How far one λ reaches: an element, a tensor, or the model (option `per`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from varreg.errors import VarregError
+from varreg.histories import one_or_nan
+from varreg.memory import scratch
+from varreg.optim import parts
+from varreg.optim.state import HISTORY
+from varreg.parallel.shards import is_sharded, total
+from varreg.regularizer import lambdas, ratio, regularizer
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from varreg.optim.step import ParameterStep
+
+_OF_A_MODEL = ("history", "history_beta", "scale_free", "cap")
+
+
+class Element:
+    """One λ for each element."""
+
+    def history_shape(self, p: Tensor) -> torch.Size:
+        """Return the shape of the history of a parameter."""
+        return p.shape
+
+    def begin_history(
+        self, optimizer: Optimizer, key: str, p: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """Return what one of the two sums of a parameter's history begins with."""
+        return torch.zeros_like(p, dtype=dtype)
+
+    def regularize(self, optimizer: Optimizer, steps: list[ParameterStep]) -> None:
+        """Set λ of each step."""
+        parts.set_lambdas([step for step in steps if step.p.numel()], self._lambda)
+
+    def _lambda(self, part: ParameterStep) -> Tensor:
+        delta, variance = part.increment_and_variance()
+        m, history, count = part.measured, part["vr_history"], part["vr_count"]
+        return lambdas(variance, delta, history, count, m.count, part.group, m.square, scratch)
+
+
+class PerTensor(Element):
+    """One λ for each parameter, from ρ = Σσ²/Σδ̄² over its elements."""
+
+    def history_shape(self, p: Tensor) -> torch.Size:
+        return torch.Size()
+
+    def begin_history(
+        self, optimizer: Optimizer, key: str, p: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        return torch.zeros((), dtype=dtype, device=p.device)
+
+    def regularize(self, optimizer: Optimizer, steps: list[ParameterStep]) -> None:
+        for step, (delta, variance) in zip(steps, _spreads(steps), strict=True):
+            history, count = step["vr_history"], step["vr_count"]
+            step.lam = lambdas(variance, delta, history, count, step.measured.count, step.group)
+
+
+class PerModel(PerTensor):
+    """One λ for all parameters, from one ρ and one history.
+
+    The state of each parameter has a copy of the history, since a state dict knows nothing but
+    parameters.
+    """
+
+    def begin_history(
+        self, optimizer: Optimizer, key: str, p: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """Return what the others have: a parameter may join late."""
+        history = super().begin_history(optimizer, key, p, dtype)
+        others = (state[key] for state in _states(optimizer) if key in state)
+        return next((history.copy_(other) for other in others), history)
+
+    def regularize(self, optimizer: Optimizer, steps: list[ParameterStep]) -> None:
+        lead = steps[0]
+        deltas, variances = zip(*_spreads(steps), strict=True)
+        wide = any(v.dtype == torch.float64 for v in variances)
+        dtype = torch.float64 if wide else variances[0].dtype
+        delta = torch.stack([d.to(deltas[0].device, dtype).square() for d in deltas]).sum().sqrt()
+        variance = torch.stack([v.to(variances[0].device, dtype) for v in variances]).sum()
+        history, count = lead["vr_history"], lead["vr_count"]
+        both = ratio(variance, delta, history, count, lead.measured.count, lead.group)
+        for state in _states(optimizer):
+            for key in HISTORY:
+                if key in state:
+                    state[key].copy_(lead.state[key])
+        for step in steps:
+            step.lam = regularizer(*both, step.group).to(step.state["vr_history"])
+
+
+SCOPES: dict[str, Element] = {"element": Element(), "tensor": PerTensor(), "model": PerModel()}
+
+
+def check_model_groups(groups: list[dict[str, Any]]) -> None:
+    """Raise a VarregError if param groups that share a history differ in what it means."""
+    shared = [
+        {name: group[name] for name in _OF_A_MODEL}
+        for group in groups
+        if group["per"] == "model" and group["s"]
+    ]
+    if any(group != shared[0] for group in shared):
+        raise VarregError(
+            "varreg: param groups with per='model' share one history, and must have the same "
+            f"{', '.join(_OF_A_MODEL)}; got {shared}."
+        )
+
+
+def _states(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the states of all parameters in groups with per='model'."""
+    groups = (group for group in optimizer.param_groups if group["per"] == "model")
+    return [optimizer.state[p] for group in groups for p in group["params"] if p in optimizer.state]
+
+
+def _spreads(steps: list[ParameterStep]) -> list[tuple[Tensor, Tensor]]:
+    """Return √Σδ̄² and Σσ² of each, over all elements whose variance is known; sums over
+    shards are one reduction for all.
+    """
+    sums = [_spread(step) for step in steps]
+    sharded = [i for i, step in enumerate(steps) if is_sharded(step.parameter)]
+    if sharded:
+        stacked = torch.stack([sums[i].double() for i in sharded])
+        for i, row in zip(sharded, total(stacked, steps[sharded[0]].parameter), strict=True):
+            sums[i] = row.to(sums[i].dtype)
+    return [(s[0].sqrt(), s[1]) for s in sums]
+
+
+def _spread(step: ParameterStep) -> Tensor:
+    """Return Σδ̄² and Σσ² over the elements of a parameter that are here."""
+    sums = step.measured.total.new_zeros(2)
+    for part in parts.slices(step) if step.p.numel() else ():
+        delta, variance = part.increment_and_variance()
+        known = variance * one_or_nan(part.measured.square)
+        sums += torch.stack([(delta.square() + 0 * known).nansum(), known.nansum()])
+    return sums

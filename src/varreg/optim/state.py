@@ -1,0 +1,88 @@
+"""The regularizer's statistics in the optimizer's state: their names and their precision.
+
+Names begin with vr_, so that they never meet the base's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from varreg.engine.contribution import stat_dtype
+from varreg.parallel.shards import local
+from varreg.thresholds import STATISTICS
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+COUNT = "vr_count"
+"""How many ρ are in the history of each element; one number if all elements have as many."""
+HISTORY = ("vr_history", COUNT)
+STEPS = "vr_steps"
+CALIBRATION = ("vr_lambda_recent", "vr_lambda_total", "vr_lambda_steps")
+
+
+def is_wide(state: Mapping[str, Any]) -> bool:
+    """Return whether our statistics are in float64."""
+    steps = state.get(STEPS)
+    return steps is not None and steps.dtype == torch.float64
+
+
+def narrow(state: dict[str, Any], dtype: torch.dtype) -> torch.dtype:
+    """Bring our statistics to this precision, all of them, if it can hold them; else to float64.
+    Return which it is.
+    """
+    ours = statistics(state)
+    wide = [local(v) for v in ours.values() if v.dtype == torch.float64 != dtype]
+    sizes = [float(value.abs().max()) for value in wide if value.numel()]
+    # a size of inf is one in any precision
+    if any(0 < size < STATISTICS[0] or STATISTICS[1] < size < math.inf for size in sizes):
+        dtype = torch.float64
+    state.update({key: value.to(dtype) for key, value in ours.items()})
+    return dtype
+
+
+def restore(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Take our statistics from a checkpoint in the precision that they have there, which torch
+    would round to that of parameters.
+    """
+    ids = [i for group in saved["param_groups"] for i in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for i, p in zip(ids, parameters, strict=True):
+        for key, value in statistics(saved["state"].get(i, {})).items():
+            optimizer.state[p][key] = value.to(device="cpu" if key == STEPS else p.device)
+        narrow(optimizer.state[p], stat_dtype(p.dtype))
+
+
+def expand_count(state: dict[str, Any]) -> None:
+    """Give each element a count of its own, where all share one."""
+    count, shape = state[COUNT], state[HISTORY[0]].shape
+    if count.shape != shape:
+        state[COUNT] = count.expand(shape).clone()
+
+
+def with_counts(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict in which each element has a count of its own: so that checkpoints look
+    alike, whatever is shared in memory. The optimizer's own state stays as it is.
+    """
+    states = {key: dict(state) for key, state in saved["state"].items()}
+    for state in states.values():
+        if COUNT in state:
+            expand_count(state)
+    return {**saved, "state": states}
+
+
+def share_count(state: dict[str, Any]) -> None:
+    """Keep one count for all elements, if they have the same."""
+    count = state[COUNT]
+    if count.numel() and bool((count == count.flatten()[0]).all()):
+        state[COUNT] = count.flatten()[0].clone()
+
+
+def statistics(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return what is ours in the state of a parameter."""
+    return {key: value for key, value in state.items() if key.startswith("vr_")}

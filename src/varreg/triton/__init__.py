@@ -1,0 +1,32 @@
+"""The kernels in Triton, for GPUs: the same functions as `varreg.native` has in C.
+
+They are compiled by Triton at first use, for the shapes and the device at hand. With
+`TRITON_INTERPRET=1` in the environment they run on the CPU, slowly: so are they tested.
+"""
+
+from varreg.triton.convolutions import conv
+from varreg.triton.dense import KNOWS_SINGLE_ROWS, outer
+from varreg.triton.launch import status
+from varreg.triton.lookups import lookup
+from varreg.triton.norms import norm_channels, norm_rows
+from varreg.triton.plain_sums import pixels, rows, sums, total
+from varreg.triton.step import compare, lambdas, serves, update, variance
+
+__all__ = [
+    "KNOWS_SINGLE_ROWS",
+    "compare",
+    "conv",
+    "lambdas",
+    "lookup",
+    "norm_channels",
+    "norm_rows",
+    "outer",
+    "pixels",
+    "rows",
+    "serves",
+    "status",
+    "sums",
+    "total",
+    "update",
+    "variance",
+]

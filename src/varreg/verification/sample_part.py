@@ -1,0 +1,51 @@
+"""A sample's part of a result of the batch, against the result for that sample alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Part(NamedTuple):
+    """How far a sample's part of the batch's result is from the result for that sample alone."""
+
+    gap: float
+    """Relative to the largest value of the batch's result."""
+    has_rows: bool
+    """True: the batch's result has a part for every sample. False: it is one value for all."""
+
+
+def compare_part(batch: Tensor, single: Tensor, i: int, n: int) -> Part | None:
+    """Compare the part of sample i of n with the result for that sample alone.
+
+    None where shapes do not tell which part is the sample's.
+    """
+    if not batch.is_floating_point() or batch.dtype != single.dtype or batch.dim() != single.dim():
+        return None
+    different = [d for d in range(batch.dim()) if batch.shape[d] != single.shape[d]]
+    if not batch.numel() or not single.numel():
+        return None
+    if not different:
+        return Part(_gap([batch], single, batch), False)
+    d = different[0]
+    k = single.shape[d]
+    if len(different) > 1 or batch.shape[d] != n * k:
+        return None
+    # A dimension of n * k entries may hold the samples outside, inside or between other things.
+    folds = (batch.unflatten(d, (a, n, k // a)) for a in range(1, k + 1) if k % a == 0)
+    parts = [fold.select(d + 1, i).flatten(d, d + 1) for fold in folds]
+    return Part(_gap(parts, single, batch), True)
+
+
+def _gap(candidates: Sequence[Tensor], single: Tensor, batch: Tensor) -> float:
+    """Return the smallest of the largest differences, relative to the largest finite value."""
+    size = float(batch.abs().nan_to_num(0.0, 0.0, 0.0).max())
+    gaps = []
+    for part in candidates:
+        same = (part == single) | (part.isnan() & single.isnan())
+        off = torch.where(same, 0.0, (part - single).abs()).nan_to_num(torch.inf, torch.inf)
+        gaps.append(float(off.max()))
+    return min(gaps) / size if size else (0.0 if min(gaps) == 0 else torch.inf)

@@ -1,0 +1,468 @@
+"""What holds on a device that is not the CPU. Run by test_devices.py, in a process of its own."""
+
+from __future__ import annotations
+
+import copy
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from benchmarks import launches
+from benchmarks.launches import OPTIMIZERS, counted
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_map
+from typer.testing import CliRunner
+
+import varreg
+from tests.support import pretend_device
+from tests.support.measured import prepared, run, truth_of
+from tests.support.model_table import CASES
+from varreg import devices
+from varreg.cli import app
+from varreg.engine.parameters import LEDGERS
+from varreg.errors import MeasurementError
+from varreg.lab.bench.workloads import WORKLOADS, Workload, images, text
+from varreg.lab.models import GPT, paper_cnn
+from varreg.lab.tasks.catalog import per_token
+
+DEVICE = "pretend"  # it is registered only where these tests run
+KNOWN = {c.name: c for c in CASES if not c.random}
+
+
+@pytest.fixture
+def _no_float64():
+    devices.has_float64.cache_clear()
+    with pretend_device.without_float64():
+        yield
+    devices.has_float64.cache_clear()
+
+
+def to_device(tree):
+    def move(t):
+        t = t.float() if t.is_floating_point() else t
+        return t.to(DEVICE)
+
+    return tree_map(lambda t: move(t) if isinstance(t, torch.Tensor) else t, tree)
+
+
+# ---- without float64 -----------------------------------------------------------------------------
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("case", KNOWN.values(), ids=KNOWN)
+@pytest.mark.usefixtures("_no_float64")
+def test_moments_without_float64(case):
+    model, inputs, weights = prepared(case)
+    truth = truth_of(case, model, inputs, weights)
+    model = copy.deepcopy(model).float().to(DEVICE)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(DEVICE)  # some make tensors in their forward
+    varreg.observe(model)
+    run(model, to_device(inputs), to_device(weights))
+    scale = max(float(g.abs().max()) for g in truth.values())
+    for name, p in model.named_parameters():
+        m, g = varreg.moments(p), truth.get(name, torch.zeros(()))
+        if m is None:
+            assert not g.any(), name
+            continue
+        for actual, expected, size in (
+            (m.mean, g.mean(0), scale),
+            (m.variance, g.var(0, correction=0), scale**2),
+        ):
+            gap = (actual.cpu().double() - expected).abs().max()
+            assert gap <= 1e-4 * size, f"{name}: {gap} at {size}"
+
+
+@pytest.mark.usefixtures("_no_float64")
+@pytest.mark.parametrize("name", ["VRSGD", "VRAdam", "VRAdamW", "VRNAdam", "VRRMSprop"])
+@pytest.mark.parametrize("per", ["element", "tensor", "model"])
+def test_optimizers_without_float64(name, per):
+    torch.set_default_dtype(torch.float32)
+    here = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    there = copy.deepcopy(here).to(DEVICE)
+    optimizers = []
+    for model in (here, there):
+        varreg.observe(model)
+        options = {"lr": 0.01, "per": per, "calibrate": per == "element"}
+        optimizers.append(getattr(varreg, name)(model.parameters(), **options))
+    for _ in range(5):
+        x = torch.randn(8, 4)
+        for model, optimizer in zip((here, there), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(x.to(next(model.parameters()).device)).square().mean().backward()
+            optimizer.step()
+    for p, q in zip(here.parameters(), there.parameters(), strict=True):
+        torch.testing.assert_close(q.cpu(), p, rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.usefixtures("_no_float64")
+def test_squares_beyond_float32_are_not_known_without_float64():
+    torch.set_default_dtype(torch.float32)
+    layer = nn.Linear(3, 2).to(DEVICE)
+    varreg.observe(layer)
+    (layer(torch.randn(4, 3, device=DEVICE)).sum(1) * 1e25).mean().backward()
+    with pytest.warns(UserWarning, match="no float64"):
+        m = varreg.moments(layer.weight)
+    assert m.square.isnan().any()
+
+
+def test_squares_beyond_float32_are_known_from_the_second_step():
+    torch.set_default_dtype(torch.float32)
+    layer = nn.Linear(3, 2).to(DEVICE)
+    varreg.observe(layer)
+    optimizer = varreg.VRSGD(layer.parameters(), lr=1e-30)
+    x = torch.randn(4, 3, device=DEVICE)
+    for step in range(3):
+        optimizer.zero_grad()
+        (layer(x).sum(1) * 1e25).mean().backward()
+        if step:
+            m = varreg.moments(layer.weight)
+            assert m.square.dtype == torch.float64
+            assert bool(m.rho.isfinite().all())
+            optimizer.step()
+        else:
+            with pytest.warns(UserWarning, match="too large"):
+                optimizer.step()
+    for _ in range(3):  # and back
+        optimizer.zero_grad()
+        layer(x).sum(1).mean().backward()
+        optimizer.step()
+    assert varreg.moments(layer.weight).square.dtype == torch.float32
+
+
+# ---- another default device ----------------------------------------------------------------------
+
+
+def test_a_model_on_the_cpu_while_another_device_is_the_default():
+    torch.set_default_device(DEVICE)
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(8, 3)).to("cpu")
+    conv = nn.Sequential(nn.Conv2d(2, 3, 3), nn.GroupNorm(3, 3), nn.Flatten()).to("cpu")
+    for net, x in (
+        (model, torch.randint(0, 9, (5, 2), device="cpu")),
+        (conv, torch.randn(4, 2, 6, 6, device="cpu")),
+    ):
+        varreg.observe(net)
+        optimizer = varreg.VRAdam(net.parameters(), lr=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            optimizer.step()
+        for p in net.parameters():
+            assert p.is_cpu
+            assert varreg.moments(p).square.is_cpu
+            assert optimizer.lambda_of(p).is_cpu
+
+
+# ---- random numbers ------------------------------------------------------------------------------
+
+
+def test_dropout_is_no_mixing_and_leaves_the_generator():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2)).to(DEVICE)
+    x = torch.randn(6, 4, device=DEVICE)
+    torch.manual_seed(3)
+    plain = copy.deepcopy(model)(x)
+    after = torch.rand(3, device=DEVICE)
+    varreg.observe(model)
+    torch.manual_seed(3)
+    out = model(x)
+    assert torch.equal(out, plain)
+    assert torch.equal(torch.rand(3, device=DEVICE), after)
+    out.square().mean().backward()
+    assert varreg.moments(model[0].weight).count == 6
+
+
+# ---- synchronisations and launches ---------------------------------------------------------------
+
+
+class Tokens(nn.Module):
+    """Embeddings, positions that are looked up once for the batch, attention, and a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.gpt = GPT(layers=2, width=32, heads=2, vocabulary=256, context=64)
+
+    def forward(self, ids):
+        return self.gpt(ids)
+
+
+MODELS = {
+    "tokens": Workload("tokens", Tokens, text(8, 16), per_token),
+    "cnn": Workload("cnn", paper_cnn, images(8, 1, 28, 28), F.cross_entropy),
+}
+LOOPS = {
+    "plain": {},
+    "accumulation": {"micro_batches": 4},
+    "clipped": {"clip": True},
+    "both": {"micro_batches": 2, "clip": True},
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("w", MODELS.values(), ids=MODELS)
+def test_nothing_waits_but_the_step_once(w, optimizer, loop):
+    torch.set_default_dtype(torch.float32)
+    _, make, options = OPTIMIZERS[optimizer]
+    phases = counted(w, make, options, observe=True, **loop)
+    assert not phases["forward"].waits
+    assert not phases["backward"].waits
+    assert sum(phases["step"].waits.values()) <= 1, phases["step"].waits
+
+
+MOST_LAUNCHES = {("GPT", "SGD, momentum"): 1.92, ("GPT", "Adam"): 1.97}
+MOST_LAUNCHES |= {("paper's CNN", "SGD, momentum"): 2.00, ("paper's CNN", "Adam"): 2.26}
+
+
+@pytest.mark.parametrize(("model", "optimizer"), MOST_LAUNCHES)
+def test_launches_over_plain_training(model, optimizer):
+    """And the table of the docs has what is counted."""
+    torch.set_default_dtype(torch.float32)
+    w = next(w for w in WORKLOADS.values() if w.name.startswith(model))
+    rows, ratio = launches.rows(w, optimizer)
+    assert ratio <= MOST_LAUNCHES[model, optimizer] + 0.005, rows
+    saved = json.loads(launches.RESULTS.read_text())["rows"]
+    assert [row for row in saved if row in rows] == rows
+
+
+def test_what_is_counted_is_asked_of_the_device():
+    """One launch of each of two operators, and a wait for a value."""
+    with pretend_device.count() as count:
+        x = torch.ones(3, device=DEVICE)
+        assert float((x + x).sum()) == 6
+    assert count.launches["aten::add"] == count.launches["aten::sum"] == 1
+    assert sum(count.waits.values()) == 1
+
+
+def test_changes_without_a_trace_are_seen():
+    torch.set_default_dtype(torch.float32)
+    lams = []
+    for write in (lambda g: g.mul_(0.5), lambda g: g.data.mul_(0.5)):
+        torch.manual_seed(0)
+        layer = nn.Linear(3, 2).to(DEVICE)
+        varreg.observe(layer)
+        optimizer = varreg.VRSGD(layer.parameters(), lr=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            layer(torch.randn(4, 3, device=DEVICE)).square().mean().backward()
+            for p in layer.parameters():
+                write(p.grad)
+            optimizer.step()
+        lams.append([optimizer.lambda_of(p) for p in layer.parameters()])
+    torch.testing.assert_close(lams[0], lams[1], rtol=0, atol=0)
+
+
+def test_a_gradient_that_is_written_to_leaves_the_moments():
+    torch.set_default_dtype(torch.float32)
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)).to(DEVICE)
+    varreg.observe(model)
+    model(torch.randn(5, 3, device=DEVICE)).square().mean().backward()
+    before = [varreg.moments(p).total.clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad.zero_()
+        p.grad.add_(1)
+    for p, total in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(varreg.moments(p).total, total, rtol=0, atol=0)
+
+
+def test_a_fused_base_waits_once():
+    torch.set_default_dtype(torch.float32)
+    layer = nn.Linear(3, 2).to(DEVICE)
+    varreg.observe(layer)
+    optimizer = varreg.VRAdam(layer.parameters(), lr=0.01)
+    for p in layer.parameters():  # as a fused base keeps its count of steps
+        optimizer.state[p].update(
+            step=torch.zeros((), device=DEVICE),
+            exp_avg=torch.zeros_like(p),
+            exp_avg_sq=torch.zeros_like(p),
+        )
+    optimizer.param_groups[0]["foreach"] = False
+    for _ in range(3):
+        optimizer.zero_grad()
+        layer(torch.randn(4, 3, device=DEVICE)).square().mean().backward()
+        with pretend_device.count() as count:
+            optimizer.step()
+    ours = [line for line in count.waits if "optim/base.py" not in line]  # torch's own step
+    assert len(ours) <= 1, count.waits
+
+
+def test_clearing_in_place_waits_once_for_all():
+    torch.set_default_dtype(torch.float32)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))).to(DEVICE)
+    varreg.observe(model)
+    optimizer = varreg.VRSGD(model.parameters(), lr=0.01)
+    x = torch.randn(6, 4, device=DEVICE)
+    for _ in range(4):
+        optimizer.zero_grad(set_to_none=False)
+        loss = model(x).square().mean()
+        with pretend_device.count() as count:
+            loss.backward()
+        optimizer.step()
+        assert varreg.moments(model[0].weight).count == 6
+    assert sum(count.waits.values()) <= 1, count.waits
+
+
+# ---- several processes ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _two_ranks(monkeypatch):
+    """A group of two, of which this is one, and the other adds zeros: the device has no network."""
+    dist.init_process_group("cpu:fake,pretend:fake", store=FakeStore(), rank=0, world_size=2)
+    reduce = dist.all_reduce
+
+    def all_reduce(t, *args, async_op=False, **kwargs):
+        work = reduce(t, *args, async_op=async_op, **kwargs)
+        if not async_op:
+            return work
+        future = torch.futures.Future()  # the fake group's own has no value
+        future.set_result([t])
+        return SimpleNamespace(get_future=lambda: future)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    yield
+    dist.destroy_process_group()
+
+
+def _distributed(model):
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def _sharded(model):
+    return fully_shard(model, mesh=init_device_mesh(DEVICE, (2,)))
+
+
+@pytest.mark.usefixtures("_two_ranks")
+@pytest.mark.filterwarnings("ignore")  # of ranks that never answer
+@pytest.mark.parametrize("wrapped", [_distributed, _sharded])
+def test_nothing_waits_inside_of_reductions(wrapped):
+    torch.set_default_dtype(torch.float32)
+    model = wrapped(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).to(DEVICE))
+    varreg.observe(model)
+    x = torch.randn(8, 4, device=DEVICE)
+    merged = 0
+    for _ in range(5):
+        model.zero_grad()
+        loss = model(x).square().mean()
+        with pretend_device.count() as count:
+            loss.backward()
+        ledgers = LEDGERS.find(list(model.parameters()))
+        merged += sum(bool(ledger.unread) for ledger in ledgers)
+    assert merged  # the numbers of the other rank are there, and nobody has looked
+    assert not count.waits
+
+
+# ---- late errors ---------------------------------------------------------------------------------
+
+
+def test_a_gradient_from_outside_is_an_error_in_the_step():
+    layer = nn.Linear(3, 2).to(DEVICE)
+    varreg.observe(layer)
+    optimizer = varreg.VRSGD(layer.parameters(), lr=0.01)
+    loss = layer(torch.randn(4, 3, device=DEVICE)).square().mean()
+    (loss + layer.weight.square().sum()).backward()
+    with pytest.raises(MeasurementError, match="from outside"):
+        optimizer.step()
+
+
+def test_gradients_cleared_without_a_trace_are_an_error():
+    layer = nn.Linear(3, 2).to(DEVICE)
+    varreg.observe(layer)
+    x = torch.randn(4, 3, device=DEVICE)
+    layer(x).square().mean().backward()
+    for p in layer.parameters():
+        p.grad.data.zero_()
+    layer(x).square().mean().backward()
+    with pytest.raises(MeasurementError, match="zero_grad"):
+        varreg.moments(layer.weight)
+
+
+def test_positions_that_repeat_later_are_an_error_once():
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.ids = nn.Embedding(5, 4), torch.arange(3, device=DEVICE)
+
+        def forward(self, x):
+            return (x + self.table(self.ids)).square().sum((1, 2))
+
+    model = Positions().to(DEVICE)
+    varreg.observe(model)
+    x = torch.randn(6, 3, 4, device=DEVICE)
+    model(x).mean().backward()
+    varreg.moments(model.table.weight)
+    model.ids = torch.tensor([1, 1, 2], device=DEVICE)
+    model.zero_grad()
+    model(x).mean().backward()
+    with pytest.raises(MeasurementError, match="twice"):
+        varreg.moments(model.table.weight)
+    model.zero_grad()
+    model(x).mean().backward()
+    each = torch.zeros(6, 5, 4, device=DEVICE)
+    for i in range(6):
+        table = model.table.weight.detach().clone().requires_grad_()
+        (x[i] + F.embedding(model.ids, table)).square().sum().backward()
+        each[i] = table.grad
+    m = varreg.moments(model.table.weight)
+    torch.testing.assert_close(m.variance, each.var(0, correction=0))
+
+
+def test_clipping_by_value_is_as_on_the_cpu():
+    here = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    there = copy.deepcopy(here).to(DEVICE)
+    lams = []
+    for model in (here, there):
+        varreg.observe(model)
+        optimizer = varreg.VRSGD(model.parameters(), lr=0.1, momentum=0.9)
+        torch.manual_seed(4)
+        for _ in range(4):
+            x = torch.randn(8, 4, device="cpu").to(next(model.parameters()).device)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            nn.utils.clip_grad_value_(model.parameters(), 0.02)
+            with pretend_device.count() as count:
+                optimizer.step()
+        lams.append([optimizer.lambda_of(p).cpu() for p in model.parameters()])
+    assert sum(count.waits.values()) <= 1, count.waits
+    torch.testing.assert_close(lams[1], lams[0])
+
+
+# ---- varreg bench --------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_no_float64")
+def test_bench_checks_and_measures_on_a_device(tmp_path):
+    torch.set_default_dtype(torch.float32)
+    saved = tmp_path / "bench.json"
+    tiny = [
+        "--model",
+        "torch.nn:Linear,in_features=4,out_features=3",
+        "--input",
+        "4",
+        "--classes",
+        "3",
+    ]
+    how = [
+        "--batch-size",
+        "8",
+        "--seconds",
+        "0.02",
+        "--threads",
+        "1",
+        "--groups",
+        "exact",
+        "--device",
+        "pretend",
+    ]
+    done = CliRunner().invoke(app, ["bench", *tiny, *how, "--json", str(saved)])
+    assert done.exit_code == 0, done.output
+    assert "pretend" in done.output
+    assert "MiB" in done.output
+    record = json.loads(saved.read_text())
+    assert record["environment"]["device"] == "pretend"
+    assert record["rows"][0]["bytes"]["exact"][0] > record["rows"][0]["bytes"]["plain"][0] > 0

@@ -1,0 +1,62 @@
+"""Tests on the pretend device. To register it changes the process: each run is one of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import pretend_device
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(
+    pretend_device.why_not() is not None, reason=str(pretend_device.why_not())
+)
+
+
+def run(*arguments: str, **environment: str) -> None:
+    """Run tests with the plugin; fail with their output."""
+    plugin = "tests.support.pretend_device.plugin"
+    command = [sys.executable, "-m", "pytest", "-p", plugin, "-n", "0", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+def test_what_holds_on_any_device():
+    run("tests/device/on_pretend_device.py", "-m", "not slow")
+
+
+@pytest.mark.slow
+def test_what_holds_on_any_device_for_all_models():
+    run("tests/device/on_pretend_device.py", "-m", "slow")
+
+
+def test_conformance():
+    which = "test_moments_are_those_of_single_samples"
+    path = f"tests/properties/test_conformance.py::{which}"
+    run(path, "-m", "not slow", PRETEND_DEFAULT="1")
+
+
+@pytest.mark.slow
+def test_all_of_conformance():
+    run("tests/properties/test_conformance.py", "-m", "not slow", PRETEND_DEFAULT="1")
+
+
+def test_update_rules():
+    path = "tests/properties/test_update_rules.py::test_against_the_formula"
+    run(path, "-m", "not slow", PRETEND_DEFAULT="1")
+
+
+@pytest.mark.slow
+def test_all_of_the_update_rules():
+    run("tests/properties/test_update_rules.py", "-m", "not slow", PRETEND_DEFAULT="1")

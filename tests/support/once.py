@@ -1,0 +1,43 @@
+"""What is expensive to make, made once for all of pytest's workers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from filelock import FileLock
+
+
+def _place(factory: pytest.TempPathFactory, name: str) -> Path:
+    """Return a path that all workers of this run have in common, and no other run."""
+    folder = factory.getbasetemp()
+    return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / name
+
+
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[], Any]) -> Any:
+    """Return what `make` returns, made by the first worker that asks, and read by the others."""
+    path = _place(factory, f"{name}.pt")
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            torch.save(make(), path)
+        return torch.load(path, weights_only=False)
+
+
+def folder_once(
+    factory: pytest.TempPathFactory, name: str, fill: Callable[[Path], str]
+) -> tuple[Path, str]:
+    """Return a folder that `fill` has filled for the first worker that asked, and what it said.
+
+    Tests must leave it as it is, or copy it.
+    """
+    folder = _place(factory, name)
+
+    def filled() -> str:
+        folder.mkdir()
+        return fill(folder)
+
+    return folder, once(factory, f"{name}-said", filled)

@@ -1,0 +1,143 @@
+"""Rules of the source that a linter does not know."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import varreg
+from varreg._torch import ATTRIBUTES
+
+SOURCE = Path(varreg.__file__).parent
+TREES = {p: ast.parse(p.read_text()) for p in sorted(SOURCE.rglob("*.py"))}
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def _dotted(node: ast.AST) -> str:
+    """Return `torch.a.b` for an attribute of a module; "" for one of anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (owner := _dotted(node.value)):
+        return f"{owner}.{node.attr}"
+    return ""
+
+
+def _private_names(tree: ast.Module) -> Iterator[str]:
+    """Yield the private names of torch that a module imports, or takes from a module of torch."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            names = [_dotted(node)]
+        for name in names:
+            first, *rest = name.split(".")
+            if first in ("torch", "nn", "F", "dist") and any(map(_is_private, rest)):
+                yield name
+
+
+def _our_names() -> set[str]:
+    """Return all names that varreg itself defines, or that Python and NumPy have."""
+    ours = {"_asdict", "_replace", "_fields_", "_exit", "_getframe", "_inst", "_rand"}
+    for tree in TREES.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                ours.add(node.name)
+            elif isinstance(node, ast.Name):
+                ours.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                ours |= {node.attr} if _dotted(node.value) in ("self", "cls") else set()
+    return ours
+
+
+@pytest.mark.parametrize("path", TREES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_private_functions_of_torch_are_named_in_one_module(path):
+    if path.name != "_torch.py":
+        allowed = {f"DistributedDataParallel.{name}" for name in ATTRIBUTES}
+        assert set(_private_names(TREES[path])) - allowed == set()
+
+
+def test_private_attributes_of_torch_are_listed_with_a_reason():
+    ours = _our_names() - set(ATTRIBUTES)
+    read = {
+        node.attr
+        for path, tree in TREES.items()
+        if path.name != "_torch.py"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and _is_private(node.attr)
+    }
+    asked = {
+        node.args[1].value
+        for tree in TREES.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("getattr", "hasattr", "setattr")
+        and isinstance(node.args[1], ast.Constant)
+        and _is_private(node.args[1].value)
+    }
+    defined = {"_step_supports_amp_scaling"}  # a property of ours with torch's name
+    assert (read | asked) - ours - set(ATTRIBUTES) == {"_top_saved_tensors_default_hooks"} & asked
+    assert set(ATTRIBUTES) - read - asked - defined == set()
+
+
+BESIDE = ("lab", "theory", "cli.py", "tensorboard.py", "thresholds.py")  # no part of the core
+# The defaults and constants of torch's own functions, and of the method's.
+NOT_TUNED = {
+    ("engine/rules/normalization.py", 1e-5),
+    ("engine/rules/normalization.py", 0.1),
+    ("optim/nadam.py", 0.96),
+    ("options.py", 0.99),
+    ("histories.py", 0.99),
+    ("optim/lambda_summary.py", 0.1),  # quantiles
+    ("optim/lambda_summary.py", 0.9),
+    ("engine/trace/trial/trial_values.py", 0.8),  # random values between 0.1 and 0.9
+    ("engine/trace/trial/trial_values.py", 0.1),
+    ("native/layer_sums.py", 31),  # as many rows as an int32 counts
+}
+
+
+def test_thresholds_are_in_one_module():
+    """What is no small whole number, or a power, is a threshold; positions and sizes are not."""
+    found = set()
+    for path, tree in TREES.items():
+        name = path.relative_to(SOURCE)
+        if name.parts[0] in BESIDE:
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+                value = abs(node.value)
+                if value > 16 or (value not in (0.0, 0.5) and value != int(value)):
+                    found.add((name.as_posix(), value))
+    assert found == NOT_TUNED
+
+
+# What a docstring of a function must not begin with. (Tasks of the lab are shown by theirs.)
+NO_VERBS = """
+A All An And Are As At Both By Could Does Each Every Flat For From Has Have How If Images In Is It
+Its No Of On One Or Our Pairs Rows Sequences Some That The Their There These They This To Were What
+When Where Whether Which Who Whose Why With Without Zero
+"""
+
+
+@pytest.mark.parametrize("path", TREES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_docstrings_of_functions_begin_with_a_verb(path):
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.FunctionDef) and ast.unparse(node.returns or node) == "Task":
+            continue
+        if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node)):
+            first = text.split()[0].rstrip(",:;")
+            is_word = first.isascii() and first.isalpha() and first[0].isupper()
+            assert is_word, f"{node.name}: {text.splitlines()[0]}"
+            assert first not in NO_VERBS.split(), f"{node.name}: {text.splitlines()[0]}"
+
+
+def test_no_message_is_compared_by_its_prefix():
+    assert not [p for p in TREES if 'startswith("varreg' in p.read_text()]

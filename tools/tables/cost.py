@@ -1,0 +1,67 @@
+"""What measuring costs beside a step: tables of the noise, the Fisher, norms, and the monitor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tools.tables.cells import markdown, ratio
+
+Saved = dict[str, Any]
+
+
+def fisher(saved: Saved) -> str:
+    """Return the time of a diagonal Fisher, tool by tool, from `benchmarks.fisher_cost`."""
+    results = saved["results"]
+    rows = []
+    for name, found in results.items():
+        ours, *others = found.values()
+        cells = [f"{row['seconds']:.3f}, {row['over varreg']}" for row in others]
+        rows.append([name, f"{ours['seconds']:.3f}", *cells])
+    return markdown(["seconds, and over varreg", *next(iter(results.values()))], rows)
+
+
+def norms(saved: Saved) -> str:
+    """Return a step with norms over one without, from `benchmarks.norms_cost`."""
+    head = ["a training step with SGD, exact moments", "with norms over without"]
+    return markdown(head, [list(item) for item in saved["ratios"].items()])
+
+
+def monitor(saved: Saved) -> str:
+    """Return training with the monitor over training without, from `benchmarks.monitor_cost`."""
+    rows = [
+        [
+            name,
+            ratio([row[key] for key in ("ratio", "low", "high")], digits=3),
+            f"{row['share']:.2%}",
+            f"{row['records']} in {row['steps']:,}",
+            *(f"{row[key]:.2f}" for key in ("record", "all layers")),
+        ]
+        for name, row in saved["rows"].items()
+    ]
+    return markdown(
+        [
+            *("", "training with / without it", "its own account", "records in steps"),
+            *("one record, in steps", "`tensorboard.log` of all layers, in steps"),
+        ],
+        rows,
+    )
+
+
+def noise(saved: Saved) -> str:
+    """Return an update's share of a step in percent, from `benchmarks.noise_cost`."""
+    parts = list(next(iter(saved["rows"].values())))
+    rows = [[name, *(ratio(row[part]) for part in parts)] for name, row in saved["rows"].items()]
+    return markdown(["share of a step, %", *parts], rows)
+
+
+def noise_truth(saved: Saved) -> str:
+    """Return estimates of the noise scale over the truth, from `benchmarks.noise_truth`."""
+    from benchmarks.noise_truth import table
+
+    return table(saved)
+
+
+def lab_loop(saved: Saved) -> str:
+    """Return what the lab's loop adds to a bare one in percent, from `benchmarks.lab_loop`."""
+    rows = [[name, *map(ratio, parts.values())] for name, parts in saved["rows"].items()]
+    return markdown(["%", "the loop adds", "with evaluations"], rows)
