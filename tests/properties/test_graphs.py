@@ -405,3 +405,17 @@ def test_the_command_counts_and_returns_a_code(capsys):
     assert "class Model(nn.Module):" in capsys.readouterr().out
     assert graphs.main(["--show", str(good)], blind()) == 1
     assert "shrunk" in capsys.readouterr().out
+
+
+def test_a_crash_of_the_interpreter_is_told_with_its_seed(tmp_path, monkeypatch, capfd):
+    (tmp_path / "crashing.py").write_text(
+        "import os, pathlib, signal, sys\n"
+        "def main():\n"
+        "    pathlib.Path(sys.argv[sys.argv.index('--note') + 1]).write_text('17')\n"
+        "    os.kill(os.getpid(), signal.SIGSEGV)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert graphs.supervise(["--count", "1"], "crashing") == 11
+    printed = capfd.readouterr()
+    assert "CRASH: signal 11 at seed 17; --show 17" in printed.out
+    assert "Segmentation fault" in printed.err  # with Python's stack, by the fault handler
