@@ -1,7 +1,7 @@
-"""Whether the cost grows with the work: batch, width and sequence, each from small to large; and
-memory over the batch.
+"""Whether the cost grows with the work: batch, width, sequence and depth, each from small to large;
+and memory over the batch.
 
-    .venv/bin/python -m benchmarks.growth            # about ten minutes
+    .venv/bin/python -m benchmarks.growth            # about twelve minutes
     .venv/bin/python -m benchmarks.growth --draw     # the figures alone, from what was saved
 
 Figures go to `docs/results/speed/`.
@@ -85,7 +85,15 @@ def _long_gpt(tokens: int) -> Workload:
     return Workload(f"{tokens} tokens", GPT, text(8, tokens), per_token)
 
 
+def _deep_gpt(layers: int) -> Workload:
+    """Return a GPT of so many layers."""
+    return Workload(
+        f"{layers} layers", functools.partial(GPT, layers, 2 * WIDTH), text(8, TOKENS), per_token
+    )
+
+
 BATCHES, WIDTHS, LENGTHS = (16, 64, 256, 1024), (1, 2, 4, 8), (32, 128, 512, 1024)
+DEPTHS = (2, 6, 16, 48)
 LINES = {
     line.name: line
     for line in (
@@ -95,6 +103,7 @@ LINES = {
         Line("paper's CNN, batch 32", "times as wide", _wide_cnn, WIDTHS),
         Line(f"GPT of 4 × {WIDTH}, batch 8", "times as wide", _wide_gpt, WIDTHS),
         Line("GPT of 4 × 192, batch 8", "tokens", _long_gpt, LENGTHS),
+        Line(f"GPT of width {2 * WIDTH}, batch 8", "layers", _deep_gpt, DEPTHS),
     )
 }
 REMEMBERED = ("paper's CNN: batch", "MLP 784-512-512-10: batch")

@@ -31,7 +31,11 @@ from varreg.lab.store import write_json
 from varreg.optim import REGULARIZED
 
 VARIANTS = {
-    "SGD": {"momentum": "momentum=0.9", "per tensor": "per=tensor"},
+    "SGD": {
+        "momentum": "momentum=0.9",
+        "momentum, calibrated": "momentum=0.9,calibrate=True",
+        "per tensor": "per=tensor",
+    },
     "Adam": {"direct": "variance=direct", "amsgrad": "amsgrad=True"},
     "RMSprop": {
         "momentum": "momentum=0.9",
@@ -103,7 +107,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--only",
         nargs="+",
-        default=["CNN", "LeNet", "MLP"],
+        default=["CNN, batch 100", "LeNet", "MLP"],
         help="the workloads whose names contain one of these",
     )
     parser.add_argument("--seconds", type=float, default=60.0, help="time per workload")

@@ -24,7 +24,9 @@ import gzip
 import json
 import os
 import platform
+import shlex
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -275,6 +277,7 @@ def main() -> None:
     arms = experiment(tasks, options)
     kept = {k: v for k, v in vars(options).items() if k not in ("data_dir", "out", "table")}
     result = {
+        "command": shlex.join(["python", "examples/ewc_split_fashion_mnist.py", *sys.argv[1:]]),
         "arms": arms,
         "options": kept,
         "date": str(datetime.date.today()),

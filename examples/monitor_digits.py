@@ -18,9 +18,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("runs/monitor_digits"))
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument(
-        "--every", type=int, help="record every so many steps; default: 1 %% of time"
-    )
+    parser.add_argument("--every", type=int, default=10, help="record every so many steps")
     parser.add_argument("--show", action="store_true", help="open the page in a browser")
     options = parser.parse_args()
     torch.manual_seed(0)

@@ -100,6 +100,10 @@ NOT_TUNED = {
     ("optim/lambda_summary.py", 0.9),
     ("engine/trace/trial/trial_values.py", 0.8),  # random values between 0.1 and 0.9
     ("engine/trace/trial/trial_values.py", 0.1),
+    ("optim/whole_step.py", 1037),  # a step that is tried: elements, and options
+    ("optim/whole_step.py", 0.1),
+    ("optim/whole_step.py", 0.9),
+    ("optim/whole_step.py", 0.01),
     ("native/layer_sums.py", 31),  # as many rows as an int32 counts
 }
 

@@ -88,3 +88,7 @@ def test_bad_arguments():
         log(None, 0)
     with pytest.raises(ValueError, match="SGD has no λ to log"):
         log(None, 0, optimizer=torch.optim.SGD([torch.zeros(1)], lr=0.1))
+    with pytest.raises(ValueError, match=r"a writer with add_scalar.*got int"):
+        log(3, 0, varreg.observe(torch.nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match=r"expects the observer.*got Linear"):
+        log(type("W", (), {"add_scalar": None})(), 0, torch.nn.Linear(2, 2))

@@ -1,10 +1,10 @@
 """Everything that is private to torch and used here, each with its reason.
 
-torch promises nothing about these names. They were seen to be there, with this meaning, in torch
-2.8, the oldest version that varreg takes, and in 2.13; what is newer says so. They are looked for
-when varreg is imported. No other module names a private function of torch.
-Private attributes of torch's objects are read where they are needed; `ATTRIBUTES` lists them.
-`tests/test_house.py` holds both.
+torch promises nothing about these names. torch 2.8, the oldest version that varreg supports, and
+torch 2.13 have all of them with this meaning; comments name the ones that need a newer torch.
+varreg looks them up when it is imported. No other module names a private function of torch. Private
+attributes of torch's objects are read where they are needed; `ATTRIBUTES` lists them.
+`tests/test_house.py` checks both rules.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 # ---- torch functions and modes -------------------------------------------------------------------
-# The stack of `TorchFunctionMode`s. A tracer that an interrupted forward left on it has to be taken
-# off, and a rehearsal inside of a forward is no part of that forward. The public way, leaving a
-# `with` block, needs the block that was interrupted.
+# The stack of `TorchFunctionMode`s. If a forward was interrupted, its tracer stays on the stack and
+# must be removed. A rehearsal inside of a forward must not be traced as a part of that forward. The
+# public way to remove a mode, leaving its `with` block, is not possible after the interruption.
 from torch._C import _len_torch_function_stack as len_mode_stack
 from torch.overrides import _get_current_function_mode_stack as mode_stack
 from torch.overrides import _pop_mode as pop_mode
@@ -29,8 +29,8 @@ from torch.overrides import _push_mode as push_mode
 # `torch._C.DisableTorchFunctionSubclass` leaves modes on.
 DisableTorchFunction = torch._C.DisableTorchFunction
 
-# Where `torch.nn.functional` keeps functions that are written in C++. A mode is given these
-# objects, so they have to be named to be known; some of them have no other name.
+# Where `torch.nn.functional` keeps functions that are written in C++. A mode receives these objects
+# as the called function, so varreg must recognize them; some of them have no public name.
 functions_of_nn = torch._C._nn
 pad_sequence = torch._C._nn.pad_sequence
 einsum: Any = torch._VF.einsum  # type: ignore[attr-defined]
@@ -56,6 +56,10 @@ has_storage: Callable[[Tensor], bool] = torch._C._has_storage
 
 # The number of active modes of the dispatcher. If it is 0, `is_faking` need not be called.
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+# The modes themselves: one of the user's may change what torch functions return.
+from torch.utils._python_dispatch import (  # noqa: E402
+    _get_current_dispatch_mode_stack as dispatch_mode_stack,
+)
 
 
 def is_faking() -> bool:
@@ -84,15 +88,15 @@ current_graph_task = torch._C._current_graph_task_id
 queue_callback: Callable[[Callable[[], None]], None] = (
     torch.autograd.Variable._execution_engine.queue_callback
 )
-# The innermost hooks on saved tensors: the cheapest sign that a checkpoint is under way. The public
-# `torch.autograd.graph.saved_tensors_hooks` sets them, and nothing public reads them.
+# Returns the innermost hooks on saved tensors: the cheapest sign that a checkpoint runs. The public
+# `torch.autograd.graph.saved_tensors_hooks` sets these hooks; no public function reads them.
 saved_tensors_hooks: Callable[[bool], Any] | None = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", None
 )
-# Puts back a tensor's version when its values were put back, so that a graph which saved it may go
-# on. `torch.autograd._unsafe_preserve_version_counter` is the same for a `with` block.
+# Restores a tensor's version after its values were restored, so that a graph that saved the tensor
+# stays valid. `torch.autograd._unsafe_preserve_version_counter` is the same for a `with` block.
 set_versions = torch._C._autograd._unsafe_set_version_counter
-# What `torch.autograd.Function.apply` looks at first: with a transform (vmap, grad, jvp) active,
+# `torch.autograd.Function.apply` checks this first: while a transform (vmap, grad, jvp) is active,
 # our nodes cannot be used.
 is_transform_active = torch._C._are_functorch_transforms_active
 # Whether a transform wrapped a tensor, and the tensor inside, which has the memory.
@@ -101,7 +105,7 @@ unwrap = torch._C._functorch.get_unwrapped
 # Its `_current_level` is −1 unless forward-mode differentiation runs, for which our nodes have no
 # rule.
 forward_ad: Any = torch.autograd.forward_ad
-# One look for all types of device; `torch.is_autocast_enabled` wants to know which.
+# Checks all types of device at once; the public `torch.is_autocast_enabled` checks one type.
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 # ---- what else runs a model ----------------------------------------------------------------------
@@ -111,21 +115,22 @@ jit_tracing_state = torch._C._get_tracing_state
 
 
 def has_scripted_functions() -> bool:
-    """Return whether the process has functions of TorchScript: no mode sees them being called."""
+    """Return whether the process has functions of TorchScript, whose calls no mode sees."""
     return bool(torch.jit._state._python_cu.get_functions())  # type: ignore[func-returns-value]
 
 
-# The code of a module's call: the frames of a forward are told by it.
+# The code of a module's call, by which the frames of a forward are recognized.
 MODULE_CALL = nn.Module._call_impl.__code__
-# Who runs a checkpoint that is not re-entrant: 2.15 split this off from the public function. While
-# the checkpointed function runs, this call holds what will run it again.
+# The function that runs a checkpoint that is not re-entrant: torch 2.15 split it off from the
+# public function. While the checkpointed function runs, this call holds the object that will run it
+# again.
 PLAIN_CHECKPOINT = (
     "_checkpoint_impl" if hasattr(torch.utils.checkpoint, "_checkpoint_impl") else "checkpoint"
 )
-# What all of torch's batch normalizations derive from, those of other libraries too.
+# The base class of all batch normalizations, in torch and in other libraries.
 BatchNorm = nn.modules.batchnorm._BatchNorm
-# What torch makes for each call of a module that has backward hooks: it holds the user's hooks, and
-# nothing but the frames of that call holds it.
+# The object that torch makes for each call of a module with backward hooks. It holds the user's
+# hooks, and only the frames of that call hold it.
 from torch.nn.modules.module import (  # noqa: E402
     _global_backward_pre_hooks as global_backward_pre_hooks,
 )
@@ -146,15 +151,16 @@ from torch._C._dynamo.eval_frame import (  # noqa: E402
 )
 from torch._compile import _disable_dynamo as disable_dynamo  # noqa: E402
 
-# Run this frame as it is; what it calls may be compiled.
+# Runs this frame uncompiled; the functions that it calls may be compiled.
 RUN_AS_IT_IS = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
 
 T = TypeVar("T")
 
 
 def runs_while_compiling(function: Callable[..., T]) -> Callable[..., T]:
-    """Let a function be called while the compiler captures a graph, and its result be a constant of
-    the graph: `torch.compiler.assume_constant_result`, which imports the compiler.
+    """Mark a function so that the compiler calls it while it captures a graph, and treats its
+    result as a constant of the graph. `torch.compiler.assume_constant_result` does the same, but
+    imports the compiler.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -162,8 +168,8 @@ def runs_while_compiling(function: Callable[..., T]) -> Callable[..., T]:
 
 @runs_while_compiling
 def is_exporting() -> bool:
-    """Return whether torch.export is under way. The compiler of 2.8 takes the public function for
-    True wherever it captures a graph.
+    """Return whether torch.export runs. In torch 2.8, the compiler evaluates the public function to
+    True in every graph that it captures.
     """
     return torch.compiler.is_exporting()
 
@@ -172,8 +178,8 @@ set_code_exec_strategy(is_exporting.__code__, RUN_AS_IT_IS)  # nor is it to be c
 
 
 def graph_in_capture() -> Any:
-    """Return the graph that the compiler captures now; None if it will not be called as it is, or
-    this version of torch has another compiler.
+    """Return the graph that the compiler captures now; None if the graph will not be called
+    unchanged, or if this version of torch has another compiler.
     """
     try:
         from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -186,23 +192,24 @@ def graph_in_capture() -> Any:
 
 
 def replace_compiler(output: Any, compile_graph: Callable[[Any, Any, Any], Any]) -> None:
-    """Let a captured graph be compiled by `compile_graph(compiler, module, inputs)`, in which
-    `compiler` is the user's. A backend of our own would do the same, if users were to name it.
+    """Make torch compile a captured graph by `compile_graph(compiler, module, inputs)`, where
+    `compiler` is the user's. The public alternative is a backend of our own, which users would have
+    to select.
     """
     compiler = output.call_user_compiler
     output.call_user_compiler = lambda module, inputs: compile_graph(compiler, module, inputs)
 
 
 def restart_capture(why: str) -> None:
-    """Let the compiler look at the same code again, from its beginning."""
+    """Make the compiler capture the same code again, from its beginning."""
     from torch._dynamo.exc import UnspecializeRestartAnalysis
 
     raise UnspecializeRestartAnalysis(restart_reason=why)
 
 
 def is_plain_call(target: Any) -> bool:
-    """Return whether a node of a captured graph calls a function on tensors: no operation that has
-    graphs for arguments, none that switches gradients or autocast on or off or hooks a gradient.
+    """Return whether a node of a captured graph calls a plain function on tensors. Operations that
+    take graphs as arguments, switch gradients or autocast, or hook a gradient are not plain.
     """
     if isinstance(target, torch._ops.HigherOrderOperator):
         return False
@@ -266,6 +273,7 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "disable_dynamo",
+    "dispatch_mode_stack",
     "get_eval_frame_callback",
     "global_backward_pre_hooks",
     "has_global_hooks",

@@ -122,7 +122,7 @@ def _leave(*args: Any, **kwargs: Any) -> None:
 
 
 TWINS: Backend = _Twins("switched off")
-"""Let it `use` a device to have everything done by PyTorch."""
+"""The backend without kernels. `use` it for a type of device to compute everything by PyTorch."""
 
 
 class _FewLaunches(_Twins):
@@ -168,7 +168,9 @@ BACKENDS = _Backends()
 
 @contextlib.contextmanager
 def use(device: str, backend: Backend) -> Iterator[None]:
-    """Let a backend serve a type of device, for a while: Triton's interpreter the CPU, say."""
+    """Use a backend for a type of device inside of the `with` block, for example Triton's
+    interpreter for the CPU.
+    """
     before = BACKENDS[device]
     BACKENDS[device] = backend
     try:

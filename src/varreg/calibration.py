@@ -1,8 +1,9 @@
-"""Calibration: λ so scaled that its mean over elements and steps stays at 1, as pure functions.
+"""Calibration: scale λ so that its mean over elements and steps stays at 1. Pure functions.
 
-That is the constraint Σλ = T of the paper's problem (section 3), which its algorithm does not meet.
-The mean is over the elements of which some sample has a gradient in this step: the others have no
-λ, and take the base's step. All sums may be vectors, with a place for each tensor.
+This is the constraint Σλ = T of the paper's problem (section 3), which the paper's algorithm does
+not satisfy. The mean is over the elements for which some sample has a gradient in this step. The
+other elements have no λ and take the base's step. All sums may be vectors with one entry per
+tensor.
 """
 
 from __future__ import annotations
@@ -22,13 +23,12 @@ def calibrated(
     high: float | None = None,
     known: Tensor | None = None,
 ) -> Tensor:
-    """Return λ so scaled that its mean over elements and steps stays at 1, as far as the past can
-    say.
+    """Return λ, scaled so that its mean over elements and steps stays near 1.
 
-    λ is divided by its recent mean (an EMA over about ten steps), and multiplied by t/(Σλ + 1) for
-    what was spent too much or too little before. The three sums are brought up to date; the bounds
-    hold for the result. `known` is 1 where an element has a gradient, and 0 elsewhere: there λ is
-    neither counted nor scaled.
+    λ is divided by its recent mean (an EMA over about ten steps), and multiplied by t/(Σλ + 1),
+    which corrects for means above or below 1 in earlier steps. The three sums are updated in place.
+    The result is clipped to the bounds. `known` is 1 where an element has a gradient; where it is
+    0, λ is neither counted nor scaled.
 
     >>> import torch
     >>> sums = [torch.zeros(()) for _ in range(3)]
@@ -47,8 +47,8 @@ def calibrated(
 
 
 def factor(mean: Tensor, recent: Tensor, total: Tensor, steps: Tensor) -> Tensor:
-    """Return what λ of this mean is multiplied by; a mean of nan, where no element has a gradient,
-    is left out. The recent mean and the number of means are brought up to date.
+    """Return the factor for a λ with this mean. Update the recent mean and the number of means. A
+    mean of nan (no element has a gradient) is skipped.
     """
     there = mean.isfinite().to(mean.dtype)
     recent.lerp_(mean.nan_to_num(nan=0.0), there * RECENT)
@@ -58,5 +58,5 @@ def factor(mean: Tensor, recent: Tensor, total: Tensor, steps: Tensor) -> Tensor
 
 
 def spend(mean: Tensor, total: Tensor) -> None:
-    """Add the mean of the λ that was used to the sum of all means."""
+    """Add the mean of the applied λ to the sum of all means."""
     total.add_(mean.nan_to_num(nan=0.0))

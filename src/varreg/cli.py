@@ -20,8 +20,8 @@ except ImportError as error:  # the core needs torch alone
         f"varreg: the command line needs the lab ({error}): pip install 'varreg[lab]'"
     ) from None
 
-# What commands need is imported in them, torch above all: so that --help and a command's first line
-# come at once.
+# Each command imports what it needs, since torch takes seconds to import: so `--help` and the first
+# line of a command appear at once.
 
 app = typer.Typer(
     help="How much do the samples of a mini-batch disagree about a gradient, and does it help to "
@@ -37,8 +37,8 @@ Jobs = Annotated[
     typer.Option(
         "--jobs",
         "-j",
-        help="Runs at a time, one thread each; 0: as many as there are cores. Under torchrun: of "
-        "each process; 0: it shares the cores.",
+        help="Runs at a time, one thread each; 0: one for each core. Under torchrun: runs of each "
+        "process.",
         min=0,
     ),
 ]
@@ -46,7 +46,7 @@ Data = Annotated[
     Path | None,
     typer.Option(
         "--data-dir",
-        help="Where data sets are; then $VARREG_DATA, the user's cache, and a download.",
+        help="The folder of data sets; else $VARREG_DATA, the user's cache, or a download.",
     ),
 ]
 Out = Annotated[
@@ -56,7 +56,7 @@ Out = Annotated[
 
 
 def print_version(asked: bool) -> None:
-    """Print the version and end, if it is asked for."""
+    """Print the version and exit, if `--version` is given."""
     if asked:
         print(f"varreg {__version__}")
         raise typer.Exit
@@ -65,22 +65,23 @@ def print_version(asked: bool) -> None:
 @app.callback()
 def common(
     version: Annotated[
-        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print it.")
+        bool,
+        typer.Option("--version", callback=print_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
     """Do what all commands have in common."""
 
 
 def say(words: str) -> None:
-    """Print the first line of a command, before anything that takes a while is imported. Of the
-    processes of torchrun, one does.
+    """Print the first line of a command, before the slow imports. Under torchrun, only one of the
+    processes prints it.
     """
     if os.environ.get("RANK", "0") == "0":
         print(words, flush=True)
 
 
 def span(text: str | None) -> tuple[float, float] | None:
-    """Read a range, as in `0.01:1`."""
+    """Return the two ends of a range such as `0.01:1`."""
     if text is None:
         return None
     try:
@@ -104,10 +105,10 @@ def compare(
         typer.Option(
             "--task",
             "-t",
-            help="A task by name (varreg list), or your own: package.module:function.",
+            help="A task by name (varreg list), or your own: module:function or path.py:function.",
         ),
     ] = "digits",
-    trials: Annotated[int, typer.Option(help="Settings that each optimizer may try.", min=1)] = 12,
+    trials: Annotated[int, typer.Option(help="Settings to try for each optimizer.", min=1)] = 12,
     lr: Annotated[
         str | None,
         typer.Option(help="Range of learning rates, low:high. [default: each optimizer's own]"),
@@ -118,10 +119,10 @@ def compare(
     ] = None,
     tuning_seeds: Annotated[int, typer.Option(help="Seeds for each trial.", min=1)] = 2,
     seeds: Annotated[int, typer.Option(help="Fresh seeds for the verdict.", min=1)] = 10,
-    epochs: Annotated[int, typer.Option(help="0: the task's own.", min=0)] = 0,
-    batch: Annotated[int, typer.Option(help="0: the task's own.", min=0)] = 0,
+    epochs: Annotated[int, typer.Option(help="Of each run; 0: the task's own.", min=0)] = 0,
+    batch: Annotated[int, typer.Option(help="Batch size; 0: the task's own.", min=0)] = 0,
     ablations: Annotated[
-        bool, typer.Option(help="Also s = 0, λ replaced by its mean, λ shuffled.")
+        bool, typer.Option(help="Also run s = 0, λ replaced by its mean, and λ shuffled.")
     ] = True,
     schedule: Annotated[
         list[str] | None,
@@ -131,20 +132,21 @@ def compare(
         ),
     ] = None,
     warmup: Annotated[
-        float | None, typer.Option(help="The part of all steps in which the learning rate rises.")
+        float | None,
+        typer.Option(help="The share of all steps in which the learning rate rises from 0."),
     ] = None,
-    clip: Annotated[
-        float | None, typer.Option(help="The norm to which gradients are clipped.")
-    ] = None,
+    clip: Annotated[float | None, typer.Option(help="Clip gradients to this norm.")] = None,
     weight_decay: Annotated[
-        float | None, typer.Option(help="Of all optimizers that do not say their own.")
+        float | None, typer.Option(help="For all optimizers that do not have their own.")
     ] = None,
-    augment: Annotated[str | None, typer.Option(help="Of images: crop, flip or crop+flip.")] = None,
+    augment: Annotated[
+        str | None, typer.Option(help="Change images at random: crop, flip or crop+flip.")
+    ] = None,
     batch_norm: Annotated[
-        str | None, typer.Option(help="contribution: as in varreg.observe.")
+        str | None, typer.Option(help="contribution: allow BatchNorm, as in varreg.observe.")
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="Where runs train: cpu, cuda, cuda:1, mps, xpu.")
+        str | None, typer.Option(help="The device of all runs: cpu, cuda, cuda:1, mps, xpu.")
     ] = None,
     jobs: Jobs = 0,
     data_dir: Data = None,
@@ -312,7 +314,8 @@ def bench(
         ),
     ] = None,
     groups: Annotated[
-        str, typer.Option(help="What is measured of the samples: exact, and numbers of groups.")
+        str,
+        typer.Option(help="What is measured: exact moments, those of so many groups; model: sums."),
     ] = "exact,8",
     device: Annotated[
         str, typer.Option(help="Where models are trained: cpu, cuda, cuda:1, mps, xpu.")
@@ -348,7 +351,7 @@ def noise(
         typer.Option(
             "--task",
             "-t",
-            help="A task by name (varreg list), or your own: package.module:function.",
+            help="A task by name (varreg list), or your own: module:function or path.py:function.",
         ),
     ] = "digits",
     optimizer: Annotated[str, typer.Option(help="With options, as in SGD:momentum=0.9.")] = "SGD",
@@ -356,9 +359,9 @@ def noise(
         float | None,
         typer.Option(help="[default: the middle of those in which the optimizer is tuned]"),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Of training.", min=2)] = 500,
-    batch: Annotated[int, typer.Option(help="0: the task's own.", min=0)] = 0,
-    window: Annotated[int, typer.Option(help="Steps over which is averaged.", min=2)] = 200,
+    steps: Annotated[int, typer.Option(help="Steps to train.", min=2)] = 500,
+    batch: Annotated[int, typer.Option(help="Batch size; 0: the task's own.", min=0)] = 0,
+    window: Annotated[int, typer.Option(help="Average over this number of steps.", min=2)] = 200,
     plan: Annotated[
         str | None,
         typer.Option(help="Batches to plan, as in 32,128,512. [default: 1/4 to 64 times this one]"),
@@ -366,7 +369,7 @@ def noise(
     l1: Annotated[
         bool, typer.Option("--l1", help="The version for optimizers that step by signs.")
     ] = False,
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option(help="Of parameters and batches.")] = 0,
     data_dir: Data = None,
     out: Out = None,
 ) -> None:
@@ -384,7 +387,7 @@ def noise(
 
 
 def batch_sizes(text: str | None, option: str = "--plan") -> list[int]:
-    """Read whole numbers, as in `32,128`; none where there is no text."""
+    """Return the whole numbers in a text such as `32,128`; an empty list without a text."""
     try:
         return [int(part) for part in text.split(",")] if text is not None else []
     except ValueError:
@@ -412,7 +415,7 @@ def report(
 
 @app.command(name="list", short_help="The tasks and optimizers that there are.")
 def list_() -> None:
-    """List the tasks and optimizers that there are."""
+    """List the available tasks and optimizers."""
     from varreg.lab.listing import listing
 
     print(listing())
@@ -425,9 +428,10 @@ def leave(code: int) -> None:
 
 
 def look_here(*named: str | None) -> None:
-    """Let Python find a user's module in the current folder, if the command names one.
+    """Make modules in the current folder importable, if the command names a user's module.
 
-    Only then: a command that is given within someone else's results must not find modules there.
+    Otherwise the folder is not searched: a command that runs inside someone else's results must not
+    import modules from there.
     """
     if any(name and ":" in name for name in named) and "" not in sys.path:
         sys.path.insert(0, "")
@@ -439,8 +443,8 @@ def command_of(arguments: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """Run the command line; errors of varreg become one message and an exit code. What comes from a
-    user's own code keeps its traceback.
+    """Run the command line. Errors of varreg become one message and an exit code; errors in a
+    user's code keep their traceback.
     """
     try:
         app()

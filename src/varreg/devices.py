@@ -1,7 +1,7 @@
-"""What differs from device to device: float64, generators of random numbers, and who waits.
+"""Differences between devices: float64, generators of random numbers, and waiting for values.
 
-The CPU's values are at hand (`t.is_cpu`). Those of any other device are not: whoever asks for one
-waits until the device has done all that it was given before.
+Values on the CPU (`t.is_cpu`) can be read at once. To read a value on any other device, the caller
+waits until the device has finished all earlier work.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NO_GENERATOR = ("cpu", "meta")  # the CPU's is torch.default_generator
 
 @functools.cache
 def has_float64(device: torch.device) -> bool:
-    """Return whether a device has numbers in double precision. Apple's GPUs have none."""
+    """Return whether a device supports double precision. Apple's GPUs do not."""
     try:
         torch.empty(0, dtype=torch.float64, device=device)
     except (TypeError, RuntimeError):
@@ -32,8 +32,8 @@ def has_float64(device: torch.device) -> bool:
 
 
 def constant(value: float, like: Tensor) -> Tensor:
-    """Return a number as a tensor of another's type and device, which nobody may write to: on a
-    device it is kept, since to make one is a launch.
+    """Return a number as a tensor with the type and device of another tensor. Callers must not
+    write to it: on a device the tensor is cached, since making one costs a launch.
     """
     if like.is_cpu or type(like) is not Tensor:
         return like.new_full((), value)
@@ -46,17 +46,21 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def widest(t: Tensor) -> Tensor:
-    """Return a tensor in double precision; as it is, where its device has none."""
+    """Return a tensor in double precision, or unchanged if its device has no double precision."""
     return t.double() if has_float64(t.device) else t
 
 
 def in_double(t: Tensor) -> Tensor:
-    """Return a copy in double precision; on the CPU, where its device has none."""
+    """Return a copy in double precision; the copy is on the CPU if the device has no double
+    precision.
+    """
     return t.to("cpu" if not has_float64(t.device) else t.device).to(torch.float64, copy=True)
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return a block without autocast; device types that have none need none."""
+    """Return a context manager that switches autocast off; it does nothing for types of device
+    without autocast.
+    """
     if not torch.amp.is_autocast_available(device.type):
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
@@ -85,12 +89,14 @@ class DeviceGenerator:
 
 @functools.cache
 def generator_of(device: torch.device) -> DeviceGenerator | None:
-    """Return the generator of a device other than the CPU; None where there is none."""
+    """Return the generator of a device other than the CPU; None if the device has no generator."""
     return None if device.type in _NO_GENERATOR else DeviceGenerator(device)
 
 
 def generators() -> list[DeviceGenerator]:
-    """Return the generators of this process's accelerator, if it was used already."""
+    """Return the generators of this process's accelerator; none if the accelerator was not used
+    yet.
+    """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return []
@@ -104,7 +110,9 @@ def generators() -> list[DeviceGenerator]:
 
 @contextlib.contextmanager
 def kept_generators(devices: Iterable[torch.device] | None = None) -> Iterator[None]:
-    """Leave the generators of the CPU and of some devices, or of the accelerator, as they were."""
+    """Restore the generators of the CPU and of the given devices, or of the accelerator, after the
+    `with` block.
+    """
     wanted = generators() if devices is None else map(generator_of, set(devices))
     found: list[Any] = [torch.default_generator, *(g for g in wanted if g is not None)]
     states = [g.get_state() for g in found]
@@ -118,7 +126,7 @@ def kept_generators(devices: Iterable[torch.device] | None = None) -> Iterator[N
 def seed_generators(seed: int, devices: Iterable[torch.device] = ()) -> None:
     """Seed the generators of the CPU, of some devices, and of the accelerator if it was used.
 
-    `torch.manual_seed` would also leave a seed for devices that are not in use yet.
+    `torch.manual_seed` would also set a seed for devices that are not in use yet.
     """
     torch.default_generator.manual_seed(seed)
     found = {g for device in devices if (g := generator_of(device)) is not None}

@@ -16,4 +16,6 @@ class VarregError(ValueError):
 
 
 class MeasurementError(VarregError, RuntimeError):
-    """Says why a forward, backward or step cannot be measured. A RuntimeError, as torch's are."""
+    """Says why a forward, backward or step cannot be measured. A RuntimeError, like torch's own
+    errors.
+    """

@@ -1,8 +1,8 @@
 """S and W by PyTorch, in few launches: the backend of devices that have no kernels of ours.
 
-It has the interface of `native`, as far as launches can be saved; `None` leaves the work to the
-twin. W comes as √W, and `square_pending_roots` turns √W into W at the end of the backward.
-So one reduction reads the per-sample gradients, in place of a square and a sum.
+It implements those functions of the interface of `native` that save launches; a result of `None`
+leaves the work to PyTorch. W comes as √W, and `square_pending_roots` turns √W into W at the end of
+the backward. So one reduction reads the per-sample gradients, in place of a square and a sum.
 
 Letters: b samples, u groups of n samples, r rows of one sample, o and i features.
 """
@@ -41,7 +41,7 @@ def square_pending_roots() -> None:
 
 
 def by_type(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return tensors in lists of one device and type."""
+    """Return the tensors grouped into lists, one for each device and type."""
     same: dict[Any, list[Tensor]] = {}
     for t in tensors:
         same.setdefault((t.device, t.dtype), []).append(t)

@@ -1,7 +1,7 @@
 """ρ and its history ρ̄ (paper, section 4, S1.5 and S2.3), as pure functions.
 
-A history keeps two sums for each element, Ω and n; `record` enters ρ into them and `average` reads
-ρ̄ of them. The table says what the sums are for each kind.
+A history keeps two sums for each element, Ω and n. `record` adds ρ to them, and `average` computes
+ρ̄ from them. `TABLE` defines the sums of each kind of history.
 
 Masks are made with arithmetic: `1 + 0·x` is 1 where x is finite and nan elsewhere. On a CPU,
 comparing and selecting takes ten times as long as adding.
@@ -21,11 +21,13 @@ from varreg.options import History
 from varreg.thresholds import LARGEST_HISTORY
 
 Memory = Callable[[str, Sequence[int], Tensor], Tensor]
-"""Where results are written: of (use, shape, a tensor of the type), an uninitialized tensor."""
+"""Returns an uninitialized tensor for a result: a function of the name of its use, a shape, and a
+tensor of the same type.
+"""
 
 
 def fresh(use: str, shape: Sequence[int], like: Tensor) -> Tensor:
-    """Return new memory, which nobody else writes to."""
+    """Return a new tensor that no other code writes to."""
     return like.new_empty(tuple(shape))
 
 
@@ -33,11 +35,11 @@ class Row(NamedTuple):
     """A row of the table of histories, which keep a sum Ω and a number n."""
 
     average: Callable[[Tensor, Tensor, float, Tensor | None], Tensor]
-    """ρ̄ of Ω, n and β, written to the last argument if that is given."""
+    """Computes ρ̄ from Ω, n and β; writes it to the last argument if that is not None."""
     value: Callable[..., Tensor] | None = None
-    """What Ω is the sum of; None for ρ itself."""
+    """The function of ρ whose values Ω adds up; None for ρ itself."""
     fades: bool = False
-    """Whether Ω is an average that fades with β, in place of a sum."""
+    """Whether Ω is an exponential average with the factor β, in place of a sum."""
     kernel: contract.History | None = None
 
 

@@ -1,4 +1,4 @@
-"""Workspaces: memory for what is computed along the way, kept from call to call."""
+"""Workspaces: memory for intermediate results, kept from call to call."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _ALL: weakref.WeakSet[Workspace] = weakref.WeakSet()
 class Workspace(threading.local):
     """Memory for passing work of one kind, in each thread and for each type of number.
 
-    Who takes from a workspace owns the memory until the next `take` from the same one. So its users
-    are in one place, and hand nothing of it to callers who do not know.
+    A tensor from a workspace is valid until the next `take` from the same workspace. So all users
+    of one workspace are in one file, and they return none of its tensors to other code.
     """
 
     def __init__(self) -> None:
@@ -28,10 +28,10 @@ class Workspace(threading.local):
         _ALL.add(self)
 
     def take(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Return an uninitialized tensor, of another's type and on its device.
+        """Return an uninitialized tensor with the type and device of `like`.
 
-        On the CPU its memory is kept: fresh memory of this size would be handed out page by page,
-        at the price of the work itself.
+        On the CPU the memory is kept: the system provides new memory of this size page by page,
+        which takes as long as the work itself.
         """
         numel = math.prod(shape)
         if not like.is_cpu or numel > WORKSPACE:
@@ -39,7 +39,7 @@ class Workspace(threading.local):
         return self.room(numel, like)[:numel].view(tuple(shape))
 
     def room(self, numel: int, like: Tensor) -> Tensor:
-        """Return memory on the CPU for so many elements at least."""
+        """Return memory on the CPU for at least this number of elements."""
         buffer = self._kept.get(like.dtype)
         if buffer is None or buffer.numel() < numel:
             buffer = like.new_empty(numel)
@@ -48,12 +48,12 @@ class Workspace(threading.local):
         return buffer
 
     def clear(self) -> None:
-        """Give this thread's memory back."""
+        """Free this thread's memory."""
         self._kept.clear()
 
 
 def forget() -> None:
-    """Give the memory of all workspaces in this thread back."""
+    """Free the memory of all workspaces of this thread."""
     for workspace in _ALL:
         workspace.clear()
 

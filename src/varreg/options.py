@@ -18,12 +18,13 @@ PER: tuple[Per, ...] = get_args(Per)
 
 
 class Options(TypedDict, total=False):
-    """The regularizer's options, which every param group has. The defaults are the paper's text;
-    what goes beyond it is off.
+    """The regularizer's options, which every param group has. The defaults are those of the paper's
+    text; options that the paper does not have are off.
     """
 
     s: float
-    """The impact factor, 2 unless given (section 4); 0 gives λ = 1, the base optimizer to the bit.
+    """The impact factor, 2 unless given (section 4); 0 gives λ = 1, the base optimizer to the
+    bit.
     """
     form: Form
     """`"rational"` (1+s)/(1+s·r), `"sigmoid"`, or `"affine"`, with r = ρ/ρ̄ (Theorem 3, section 4,
@@ -48,8 +49,8 @@ class Options(TypedDict, total=False):
     history_beta: float
     """β of the `"ema"` history, 0.99 unless given."""
     cap: float | None
-    """ρ counts for at most `cap`·m. At ρ = m a mean over m samples is as small as its own standard
-    error: more says only "not told from 0".
+    """Limits ρ to `cap`·m. At ρ = m, a mean over m samples is as small as its own standard error; a
+    larger ρ only says that the mean cannot be distinguished from 0.
     """
     calibrate: bool
     """Scale λ so that its mean over elements and steps stays at 1: the paper's own constraint Σλ =
@@ -85,7 +86,7 @@ three times as long.
 
 
 def check(options: Mapping[str, Any]) -> None:
-    """Raise a VarregError that says what is allowed, if an option is not."""
+    """Raise a VarregError that names the allowed values, if an option has another value."""
     s, low, high, beta, cap = (
         options[k] for k in ("s", "lambda_min", "lambda_max", "history_beta", "cap")
     )
@@ -123,7 +124,7 @@ def check(options: Mapping[str, Any]) -> None:
 
 
 def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Raise a VarregError if an option is none of the values that it may have."""
+    """Raise a VarregError if the value of an option is not among the allowed ones."""
     if value not in allowed:
         raise VarregError(
             f"varreg: {name} must be one of {', '.join(map(repr, allowed))}; got {value!r}."

@@ -1,4 +1,4 @@
-"""What `import varreg` gives: all public names, from where they are at home."""
+"""All public names of `varreg`, imported from the modules that define them."""
 
 import torch
 
@@ -15,6 +15,7 @@ from varreg.engine import (
     Norms,
     Observer,
     Summary,
+    Totals,
     is_observed,
     moments,
     observe,
@@ -38,6 +39,7 @@ __all__ = [
     "Observer",
     "Plan",
     "Summary",
+    "Totals",
     "VarregError",
     "Verification",
     "__version__",

@@ -11,8 +11,8 @@ from varreg.optim.base import Regularized
 
 
 class Writer(Protocol):
-    """What is asked of a writer: `torch.utils.tensorboard.SummaryWriter` has it, and many others
-    do.
+    """The interface that `log` needs of a writer. `torch.utils.tensorboard.SummaryWriter` and many
+    others have it.
     """
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
@@ -32,8 +32,9 @@ def log(
     Call it after `optimizer.step()`, before gradients are cleared. Tags are `rho`, `snr`,
     `noise_scale`, `trace`, `signal`, `lambda/mean`, `lambda/effective`, `lambda/q10`, `q50` and
     `q90`; with layers, also `rho/conv1`, … and `lambda/conv1.weight/mean`, … All are of one batch.
-    What is not finite is left out: a noise scale is infinite where the signal drowns in the noise.
-    `varreg.callbacks.TensorBoard` logs one that can be used, of many batches.
+    Values that are not finite are left out: the noise scale of one batch is infinite if no signal
+    is found in the noise. `varreg.callbacks.TensorBoard` logs a usable noise scale, from many
+    batches.
 
     >>> import torch, varreg
     >>> class Printer:
@@ -57,6 +58,16 @@ def log(
         raise VarregError(
             f"varreg: {type(optimizer).__name__} has no λ to log; leave `optimizer` out, and give "
             "the observer."
+        )
+    if not hasattr(writer, "add_scalar"):
+        raise VarregError(
+            "varreg: log() expects a writer with add_scalar(tag, value, step), as "
+            f"torch.utils.tensorboard.SummaryWriter; got {type(writer).__name__}."
+        )
+    if observer is not None and not isinstance(observer, Observer):
+        raise VarregError(
+            "varreg: log() expects the observer that varreg.observe(model) returns, got "
+            f"{type(observer).__name__}."
         )
     values = observer.summary(layers).as_dict() if observer is not None else {}
     values |= optimizer.lambda_summary(parameters=layers).as_dict() if optimizer is not None else {}

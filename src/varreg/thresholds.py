@@ -1,8 +1,8 @@
-"""Thresholds and tolerances, each with what it was measured on, or why it is what it is.
+"""Thresholds and tolerances, each with the measurement or the reason behind its value.
 
-Three kinds: bounds on memory, which only must not be met in ordinary training; margins of safety,
-which say how much rounding or chance they leave room for; and thresholds of speed. "Not measured"
-stands beside those of speed that nobody has compared with others yet.
+There are three kinds: bounds on memory, which ordinary training must not reach; margins of safety,
+which say how much rounding or chance they allow for; and thresholds of speed. "Not measured" marks
+a threshold of speed that was not compared with other values yet.
 """
 
 from __future__ import annotations
@@ -14,87 +14,111 @@ import torch
 # ---- what is remembered --------------------------------------------------------------------------
 
 MOST_PLANS = 1 << 12
-"""Forms of calls that are remembered; then all are forgotten. A model whose shapes change all the
-time must not fill the memory. A ResNet-18 has 68 forms, a GPT-2 some 200: a bound twenty times as
-high is met by neither."""
+"""The largest number of plans; above it, all are dropped. A model whose shapes change all the time
+must not fill the memory. A ResNet-18 has 68 plans, a GPT-2 about 200; the bound is twenty times as
+high.
+"""
 
 MOST_CERTIFICATES = 1 << 8
-"""Shapes of inputs of a compiled graph with remembered certificates; as above. torch.compile
-itself gives up after eight shapes, or takes sizes for symbols."""
+"""The largest number of certificates of a compiled graph, one for each set of input shapes; above
+it, all are dropped. torch.compile itself stops compiling after eight sets of shapes, or makes the
+sizes symbolic.
+"""
 
 MOST_VERDICTS = 1 << 12
-"""Verdicts of trials that are remembered; as above."""
+"""The largest number of verdicts of trials that are kept; above it, all are dropped."""
 
 ENOUGH_SIZES = 8
-"""Different sizes for which a trial has passed: from then on, sizes are taken to make no
-difference. A margin of safety: a function that treats the ninth size otherwise would not be
-noticed, and the tests have none."""
+"""After a trial has passed for this many different sizes, the size is assumed to make no
+difference. A margin of safety: a function that treats only a later size differently would not be
+noticed. The tests have no such function.
+"""
+
+SMALL_BATCH = 4
+"""Samples up to which every size is tried, however many others have passed: `torch.cross` without a
+dimension takes the first one of size 3, and so mixes three samples, and no others."""
 
 EARLY = 4
-"""What may change from forward to forward is tried each of the first so many times that it is met,
-and then the 8th, 16th, 32nd … time. Random graphs had branches that only the second or third
-forward took."""
+"""A function whose behaviour may change from forward to forward is tried in each of its first so
+many calls, then in the 8th, 16th, 32nd … call. Random graphs had branches that only the second or
+third forward took.
+"""
 
 GEOMETRIES = 1 << 10
-"""Convolutions whose geometry is remembered, since torch's options are spelled in many ways. A
-bound on memory: a model has some tens."""
+"""The largest number of cached geometries of convolutions (torch's options have many spellings). A
+bound on memory: a model has some tens.
+"""
 
 SHAPES = 1 << 12
-"""Convolutions whose sizes native code has been told, each by its shapes. As for plans."""
+"""The largest number of cached sizes of convolutions for native code, one for each set of shapes. A
+bound on memory, as for plans.
+"""
 
 OWNERS = 1 << 5
-"""Places whose rows are numbered by samples, which is kept for trials: they ask for the same few
-again and again. A bound on memory."""
+"""The largest number of cached tensors of sample numbers. Trials ask for the same few again and
+again. A bound on memory.
+"""
 
 LAYOUTS = 1 << 8
-"""Places in a tensor, which are made once each: a batch of one size has a few. A bound on
-memory."""
+"""The largest number of cached places. A batch of one size has a few. A bound on memory."""
 
 REGULARIZERS = 1 << 8
-"""Sets of options for which native code has a task at hand: a param group has one, and a scheduler
-of s a new one at each step. A bound on memory."""
+"""The largest number of cached native tasks, one for each set of options. A param group has one
+set; a scheduler of s makes a new set at each step. A bound on memory.
+"""
 
 # ---- what sums are made in -----------------------------------------------------------------------
 
 WORKSPACE = 1 << 23
-"""Elements that a workspace keeps from call to call, 32 MiB in float32. Fresh memory of this size
-comes from the system page by page, at the price of the work itself; more would be held for the sake
-of few calls. Not measured."""
+"""Elements that a workspace keeps from call to call: 32 MiB in float32. The system provides new
+memory of this size page by page, which takes as long as the work itself. Larger requests are rare
+and are not kept. Not measured.
+"""
 
 CHUNK, CHUNK_GROUPS = 1 << 21, 8
-"""Elements of contributions that are made at a time, and groups that are made together at least.
-8 MiB in float32, about what a cache holds; and 8 matrices keep a batched product busy. Not
-measured."""
+"""Elements of contributions in one chunk, and the least number of groups in one chunk. 8 MiB in
+float32 fit into a cache, and 8 matrices are enough for an efficient batched product. Not measured.
+"""
 
 OUTER_CHUNK, OUTER_GROUPS = 1 << 18, 4
 """The same for outer products, which are squared while they are in the second-level cache (1 MiB in
 float32). On one thread of a busy Xeon (torch 2.13; CPU time, interleaved), with weights of 64²,
 256² and 512²: 2¹⁸ took 1.2, 1.7 and 1.1 times as long as the best, 2²⁰ 1.0, 1.0 and 1.1 times, 2¹⁴
-5.3, 1.4 and 1.1 times. This is where native code does not serve; to be measured again on an idle
-machine."""
+5.3, 1.4 and 1.1 times. It is used where native code does not serve. To be measured again on an idle
+machine.
+"""
 
 GROUP_BY_GROUP = 1 << 15
-"""Elements of a contribution from which on groups are added up one after the other: a reduction
-over the first dimension then reads memory in leaps. On one thread of a busy Xeon (torch 2.13; CPU
-time, interleaved), one after the other took 2.0 times as long for 2¹² elements, 1.1 to 1.3 times
-for 2¹⁴ and 2¹⁵, and as long to 10 % for 2¹⁶ and 2¹⁸."""
+"""From this number of elements on, the groups of a contribution are added up one after the other,
+since a reduction over the first dimension would read memory with large strides. On one thread of a
+busy Xeon (torch 2.13; CPU time, interleaved), one after the other took 2.0 times as long for 2¹²
+elements, 1.1 to 1.3 times for 2¹⁴ and 2¹⁵, and as long to 10 % for 2¹⁶ and 2¹⁸.
+"""
+
 
 # ---- native code ---------------------------------------------------------------------------------
 
 BLOCK = 512
-"""Elements that a kernel works on at a time: the dozen arrays of a step, 512 doubles each, are in
-the first-level cache (48 KiB) together. A power of two. Not measured further."""
+"""Elements of one block of a kernel: the dozen arrays of a step, 512 doubles each, fit into the
+first-level cache (48 KiB) together. A power of two. Not measured further.
+"""
 
 WORTH_THREADS = 1 << 15
-"""Elements from which on a kernel that reads each once uses threads: below, to start
-them takes longer than the work. Not measured."""
+"""From this number of elements on, a kernel that reads each element once uses threads. For fewer
+elements, starting the threads takes longer than the work. Not measured.
+"""
+
+TOGETHER = 1 << 16
+"""Elements of parameters that a whole step compares with what was measured before it moves them:
+they are read twice, the second time from the cache."""
 
 WORTH_THREADS_PRODUCTS = 1 << 18
-"""Products from which on a kernel of layers uses threads; as above."""
+"""From this number of products on, a kernel of a layer uses threads, for the same reason."""
 
 PACKED = 1 << 20
-"""Numbers that a product of layers packs at a time, unless a single group has more: 4 MiB in
-float32. Not measured."""
+"""Numbers that the product of a layer packs at a time, unless a single group has more: 4 MiB in
+float32. Not measured.
+"""
 
 PANEL = 32
 """Numbers of a panel that are packed side by side: two vectors of the widest kind (AVX-512), in
@@ -103,73 +127,90 @@ float32. `kernels.c` has the tiles."""
 # ---- the step ------------------------------------------------------------------------------------
 
 LARGE_PARAMETER = 1 << 19
-"""Elements from which on a parameter's λ is worked out in slices: the dozen tensors of a slice take
-24 MiB in float32, so that PyTorch's passes over them find them in the cache. Not measured."""
+"""From this number of elements on, a parameter's λ is computed in slices. The dozen tensors of a
+slice take 24 MiB in float32, and stay in the cache for PyTorch's passes over them. Not measured.
+"""
 
 SMALL_PARAMETER = 1 << 16
-"""Elements up to which parameters are joined and worked on together: for these, the calls
-themselves take longer than the work. Not measured."""
+"""Parameters of up to this number of elements are joined and computed together, since the calls
+take longer than the work. Not measured.
+"""
 
 # ---- the range of numbers ------------------------------------------------------------------------
 
 SMALLEST_SQUARE, LARGEST_SQUARE = 2.0**-80, 2.0**100
-"""Where the largest W is beyond these, squares in float32 are near underflow (2⁻¹²⁶) or overflow
-(2¹²⁸), and sums are in float64. A factor of 2⁴⁶ is left below, so that elements of 2⁻²³ times the
-largest keep their squares; 2²⁸ above, for sums over samples and steps."""
+"""If the largest W is outside of these bounds, squares in float32 are near underflow (2⁻¹²⁶) or
+overflow (2¹²⁸), and sums are computed in float64. The lower bound leaves a factor of 2⁴⁶, so that
+elements of 2⁻²³ times the largest keep their squares. The upper bound leaves 2²⁸ for sums over
+samples and steps.
+"""
 
 BACK_FROM, BACK_TO = 2.0**-66, 2.0**86
-"""Sums in float64 are in float32 again when the largest W is between these: 2¹⁴ inside of the range
-above, so that they do not change in each step."""
+"""Sums in float64 return to float32 when the largest W is between these bounds, which are 2¹⁴
+inside of the range above, so that the type does not change at each step.
+"""
 
 STATISTICS = 1e-30, 1e38
-"""Statistics in float64 go back to float32 when their largest is between these, which are just
-inside of its range."""
+"""Statistics in float64 return to float32 when their largest value is between these bounds, just
+inside of the range of float32.
+"""
 
 ROOM = 2.0**-20
-"""The part of a type's range that squares of gradients may take up: increments add them up over
-steps."""
+"""The share of a type's range that squares of gradients may use, since increments add them up over
+steps.
+"""
 
 LARGEST_HISTORY = 1e37
-"""A history stops here: one more value must not make a float32 overflow, at 3.4e38."""
+"""The largest value of a history: the next value must not make float32 overflow, at 3.4e38."""
 
 TINY_DIVISOR = 1e-30
-"""A divisor that is made of two sums is at least this, since both may be 0."""
+"""The lower bound of a divisor that is made of two sums, since both may be 0."""
 
 # ---- rounding ------------------------------------------------------------------------------------
 
 VARIANCE = 4.0, 2.0
-"""m·W − S² is 0 if it is at most (a + b√m) units of rounding of m·W: what sums over m samples may
-leave. A margin of safety: the error of a sum of m numbers grows as √m if roundings are
-independent, and S² and m·W have a few more."""
+"""m·W − S² counts as 0 if it is at most (a + b√m) units of rounding of m·W, the error that sums
+over m samples may have. A margin of safety: the error of a sum of m numbers grows as √m if
+roundings are independent, and S² and m·W have a few more.
+"""
 
 BRACKET = 32.0, 1e-9
-"""The variance of a quotient is not known where its bracket is at most so many units of rounding;
-and at least this, where states are kept in float64 but were computed in less. Margins of
-safety."""
+"""The variance of a quotient is unknown if its bracket is at most the first number of units of
+rounding; and at least the second number, where states are in float64 but were computed in lower
+precision. Margins of safety.
+"""
 
 PARALLEL = 10.0
-"""A gradient is a multiple of what was measured if what is left of it across is at most so many
-units of rounding. A margin of safety: a clip rounds each element once, and the three products, in
-float64, add little."""
+"""A gradient counts as a multiple of the measured one if its part orthogonal to the measured one is
+at most this many units of rounding. A margin of safety: a clip rounds each element once, and the
+three products, in float64, add little.
+"""
+
+SAME_LENGTH = 1e-5
+"""Two squares of a gradient's length are the same to this: with another number of threads, they are
+summed up in another order. A margin of safety over the rounding of sums in float32."""
 
 COARSE = 1e-4
-"""A unit of rounding above this (half precision) says nothing about sums of several uses: what they
-cancel in each sample is not known."""
+"""If the unit of rounding is above this (half precision), sums of several uses are not checked: how
+much they cancel in each sample is not known.
+"""
 
 UNSEEN_AT_MOST = 0.01
-"""The part of a gradient, or the root of the unit of rounding if that is less, that may come from
-outside of the forward unnoticed. A margin of safety: rounding is far below, and what is less than
-this is not reported."""
+"""The share of a gradient that may come from outside of the forward without an error; the root of
+the unit of rounding, if that is less. A margin of safety: rounding is far below it.
+"""
 
 UNSEEN_ROUNDING = 2.0, 2.0
-"""How many times the rounding of a gradient is allowed beside that, and how many times the sizes
-that uses cancelled count in it. Margins of safety over a bound on the error of sums."""
+"""Factors on the allowed rounding of a gradient, and on the sizes of the uses that cancel. Margins
+of safety over a bound on the error of sums.
+"""
 
 PEEK = 256
-"""Elements of a gradient that are looked at first for one that is not 0: mostly there is one. A
-look at so few takes as long as a call of torch. On one thread of a busy Xeon (CPU time,
-interleaved) it took 1/13 of a look at all of 2¹⁶ elements, and 1/166 for 2²⁰; for 2¹² the second
-call costs a third more."""
+"""The number of first elements of a gradient that are searched for one that is not 0. Usually there
+is one. Searching so few takes as long as one call of torch. On one thread of a busy Xeon (CPU time,
+interleaved) it took 1/13 of the time of a search of all of 2¹⁶ elements, and 1/166 for 2²⁰; for 2¹²
+the second call costs a third more.
+"""
 
 # ---- λ -------------------------------------------------------------------------------------------
 
@@ -180,100 +221,116 @@ steps."""
 # ---- messages ------------------------------------------------------------------------------------
 
 LARGE_LAMBDA = 2.0
-"""Users are warned of an effective λ that stays above this. The default history's goes to 2.8 on
-the digits, where the learning rate that is best for SGD then breaks."""
+"""If the effective λ stays above this, users are warned. With the default history it reaches 2.8 on
+the digits, where training with the best learning rate of SGD then diverges.
+"""
 
 LAMBDA_EVERY, LAMBDA_LOOKS = 25, 4
-"""Steps after which the effective λ is looked at, and how many such looks in a row must find it
-large: 100 steps. What a look costs was not measured."""
+"""Steps between two checks of the effective λ, and the number of large values in a row that lead to
+a warning: 100 steps. The cost of a check was not measured.
+"""
 
 SIMILAR = 0.8
-"""Names of options that are so similar (`difflib`) are taken for typing errors. It only decides
-whether a warning is given. Of all options of our optimizers, `lambda_min` and `lambda_max` alone
-are so alike; the next pair has 0.74."""
+"""The similarity (`difflib`) from which on the name of an option counts as a typing error. It only
+decides whether a warning is given. Of all options of our optimizers, only `lambda_min` and
+`lambda_max` are so similar; the next pair has 0.74.
+"""
 
 # ---- trials --------------------------------------------------------------------------------------
 
 SAME = 64.0
-"""Two results of a trial are the same to within so many units of rounding, relative to each value.
-A matrix product that is given other rows beside may sum up in another order, and moves by some 10
-units. Not measured further."""
+"""Two results of a trial count as equal if they differ by at most this many units of rounding,
+relative to each value. A matrix product with other rows beside may add in another order, which
+changes it by some 10 units. Not measured further.
+"""
 
 ROUNDING_OF_RANDOM = 1e4
-"""The same for random samples in another order: times of that. A solve of random equations may be
-ill-conditioned, and rounds otherwise at another place in memory."""
+"""The factor on that for random samples in another order. A solution of random equations may be
+ill-conditioned, and rounds differently at another place in memory.
+"""
 
 SAME_TO_LARGEST = 1 / 16
-"""The same relative to the largest value, as a part of `SAME`: four units of rounding. A value that
-is left of larger ones that cancel moves by their rounding; with less than one unit, an LSTM with a
-projection was refused on a processor whose products sum up in another order."""
+"""The same relative to the largest value, as a share of `SAME`: four units of rounding. If larger
+values cancel, the rest changes by their rounding. With less than one unit, an LSTM with a
+projection was refused on a processor whose products add in another order.
+"""
 
 SAME_AT_MOST = 0.05
-"""The same for bfloat16, where 64 units of rounding would be half of the value."""
+"""The same for bfloat16, in which 64 units of rounding would be half of the value."""
 
 SUM = 256.0
-"""A sum over samples may be off by so many units of rounding, relative to its largest end. Four
-results are added up, each with the rounding of a sum over the batch. A margin of safety: a sum that
-mixes samples is off by a part of its size, and this is 3e-5 of it in float32."""
+"""The allowed error of a sum over samples in units of rounding, relative to the largest of its four
+results. Four results are added up, each with the rounding of a sum over the batch. A margin of
+safety: a sum that mixes samples is off by a part of its size, and this is 3e-5 of it in float32.
+"""
 
 AFFINE = 1e-6
-"""A function is affine if four values fit a plane to this, relative to the largest; in float64,
-where rounding is 1e-16, and in float32 if it takes no other. A margin of safety
-between rounding and a function that is bent, which is off by a part of its size."""
+"""A function counts as affine if four values fit a plane within this, relative to the largest: in
+float64, where rounding is 1e-16, and in float32 for functions that accept nothing else. A margin of
+safety between rounding and a nonlinear function, which is off by a share of its size.
+"""
 
 AFFINE_SIZES = (0.01, 0.3, 1.0, 10.0, 1e3)
-"""Sizes of values at which that is tried, twice each: a clip or a threshold shows at one."""
+"""Sizes of values for that trial, twice each: a clip or a threshold shows at one of them."""
 
 LARGE_VALUES = 1e4
-"""Values and gradients of this size are tried, too: a function or its backward may clip what is
-large."""
+"""Values and gradients of this size are tried, too: a function or its backward may clip large
+values.
+"""
 
 SIZES_TRIED = LARGE_VALUES, 10.0, 1.0
-"""Random values of these sizes, times the spread of those at hand, are tried for each function: a
-threshold shows at one of them."""
+"""Random values of these sizes, relative to the spread of the given values, are tried for each
+function: a threshold shows at one of them.
+"""
 
 SIZE_OF_BATCH = 1e-12
-"""A number is taken for one made of the number of samples if it is that to this, relative: rounding
-of a root in float64 and no more. Not measured."""
+"""The relative tolerance within which a number counts as made from the number of samples: the
+rounding of a root in float64. Not measured.
+"""
 
 EXCHANGES, ROUNDS = 24, 3
-"""Exchanges of samples that a trial of a function makes at least, in so many rounds of random
-values at most. Two samples can be exchanged in two ways only, so that a sort of them shows in half
-of the exchanges: 24 of them leave it a chance of 1e-7. Measured on 19 functions that sort, count
-and compare, 60 times each."""
+"""The least number of exchanges of samples in a trial of a function, and the largest number of
+rounds of random values. Two samples can be exchanged in two ways only, so that a function that
+sorts them shows in half of the exchanges: 24 exchanges miss it with a probability of 1e-7. Measured
+on 19 functions that sort, count and compare, 60 times each.
+"""
 
 USUAL_SIZES = 1e-3, 1e3
-"""Random values have the spread of the values at hand, if it is between these; else 1."""
+"""Random values have the spread of the given values, if it is between these bounds; otherwise 1."""
 
 COPIES = 8, 2
-"""Samples of whose copies a whole batch is made in a trial of a whole forward: the first time, and
-later. Each is a forward: a bound on the time of the first steps."""
+"""The number of samples of which a trial of a whole forward makes batches of copies: the first
+time, and later. Each costs a forward: a bound on the time of the first steps.
+"""
 
 RECORDS = 16
-"""Numbers that leave torch are tried the first so many times that they are larger or smaller than
-all before. Of n independent numbers, 2 ln n are: 23 in 100,000 steps."""
+"""Numbers that leave torch are tried when they are larger or smaller than all before, the first so
+many times. Among n independent numbers, that happens 2 ln n times: 23 times in 100,000 steps.
+"""
 
 MOST_OBJECTS = 2000
-"""Objects that are looked into in search of tensors that a forward left somewhere: a bound on the
-time, not measured."""
+"""The largest number of objects that are searched for tensors that a forward left in attributes: a
+bound on the time, not measured.
+"""
 
 MOST_COPIES = 16
-"""The largest batch of which each sample's copies are tried: each of them is a forward."""
+"""The largest batch of which copies of each sample are tried: each costs a forward."""
 
 SPLITS = 2, 1
-"""Pairs of splits of the batch that such a trial makes: the first time, and later. Each of them is
-a forward."""
+"""Pairs of splits of the batch in such a trial: the first time, and later. Each costs a forward."""
 
 CHANGE = 0.1
-"""Parameters are changed by this, relative to their spread, where a trial is to look behind gates
-that are still zero."""
+"""The change of parameters, relative to their spread, in trials that must see behind gates that are
+still zero.
+"""
 
 # ---- repetition ----------------------------------------------------------------------------------
 
 PARTS_ADD_UP = 1e3, 0.05
-"""Contributions of a repeated call must add up to the gradient to so many units of rounding; and to
-this, where units are coarse. Relative to the sum of their sizes. A margin of safety: a
-call that does something else when it is repeated is off by a sample's share."""
+"""Contributions of a repeated call must add up to the gradient within this many units of rounding,
+and within the second number, relative to the sum of their sizes. A margin of safety: a call that
+behaves differently when it is repeated is off by a sample's share.
+"""
 
 # ---- verify --------------------------------------------------------------------------------------
 
@@ -286,33 +343,38 @@ RTOL_COARSE = 5e-2
 
 FLOOR = 1e-4
 """The size, relative to the model's largest gradient, below which numbers are rounding. Gradients
-that are zero but for rounding (a bias before a softmax) have no size of their own."""
+that are zero up to rounding (a bias before a softmax) have no scale of their own.
+"""
 
 NOISE = 10.0
-"""A gap is rounding if it is at most so many times what torch itself does without varreg: how far
-single samples are from float64, or the batch is from single samples."""
+"""A gap counts as rounding if it is at most this many times torch's own gaps without varreg: those
+between single samples and float64, or between the batch and single samples.
+"""
 
 MOST_WEIGHED = 1 << 27
 """Elements of gradients that are kept to find out how a loss weighs samples: 1 GiB in float64."""
 
 ALIKE = 1e-6, 1e-11
-"""The smallest eigenvalue of the gradients' products, relative to the largest, below which samples
-are so alike that many factors would explain a loss; in float32, and in float64. Not measured."""
+"""If the smallest eigenvalue of the gradients' products, relative to the largest, is below this,
+samples are so similar that many factors would explain a loss; in float32, and in float64. Not
+measured.
+"""
 
 ALIKE_PRECISE = 1e-5
 """The tolerance of `varreg.verify` up to which gradients are taken to be in float64."""
 
 SAME_LOSS = 1e-2
-"""Factors that explain a gradient must explain the loss to this."""
+"""The tolerance within which factors that explain a gradient must explain the loss."""
 
 SAME_FACTOR = 1e-3
-"""Factors that differ by less are one factor for all samples."""
+"""Factors that differ by less count as one factor for all samples."""
 
 # ---- devices -------------------------------------------------------------------------------------
 
 MOST_CHECKS = 1 << 10
-"""Checks that may wait on a device until somebody reads moments or steps. A bound on
-memory: each is one number, and a step asks for all."""
+"""The largest number of checks that wait on a device until moments are read or a step is taken. A
+bound on memory: each is one number, and a step asks for all.
+"""
 
 CONSTANTS = 1 << 8
 """Numbers that are kept on devices: a param group has one or two, and a scheduler of s a new one at
@@ -345,25 +407,31 @@ SAME_PARAMETERS = 1e-9
 """The sum of all squared parameters, in float64, differs by so much where none has changed."""
 
 CHECKPOINT_SECONDS = 60.0
-"""Seconds of `fisher` that a killed process loses at most. A choice for people, not for
-speed."""
+"""Seconds between two checkpoints of `fisher`: a killed process loses at most these. Chosen for
+people, not for speed.
+"""
 
 STANDARD_ERRORS = 2.0
-"""Half of an interval, in standard errors: 95 % of them hold the truth, if errors are normal."""
+"""Half of the width of an interval, in standard errors: 95 % of such intervals contain the true
+value, if errors are normal.
+"""
 
 MOST_ALIKE = 0.97
-"""The largest autocorrelation that is believed when standard errors are worked out: above it, no
-window is long enough to tell."""
+"""The upper bound of the autocorrelation in standard errors: above it, no window is long enough for
+an estimate.
+"""
 
 SMOOTHING = 0.9
-"""How much `AdaScale` keeps of its averages from step to step. Enough in runs of an MLP at 8 and 64
-times the batch; not measured further."""
+"""The weight of the old averages of `AdaScale` at each step. Enough in runs of an MLP at 8 and 64
+times the batch; not measured further.
+"""
 
 # ---- what is shown of training -------------------------------------------------------------------
 
 LAMBDA_SAMPLE = 1 << 16
-"""Elements of which λ's quantiles are taken for the whole model. Of so many, the 10 % quantile is
-one between 9.8 % and 10.2 %."""
+"""Elements of which λ's quantiles are taken for the whole model. With this number, the 10 %
+quantile is between the true 9.8 % and 10.2 % quantiles.
+"""
 
 MONITOR_SHARE = 0.01
 """The part of the time that a monitor may take."""
@@ -405,8 +473,9 @@ and of a group's product. With 32 rows, convolutions spill on sm_80 and sm_90. C
 kernels`; the speed was not measured."""
 
 TRITON_STAGES = 2, 1
-"""Loads of dense layers, and of convolutions, that are under way at a time. With 3, Triton's
-default, dense layers with one row spill on sm_90; with 2, convolutions do in "tf32"."""
+"""Loads of dense layers, and of convolutions, that run at a time. With 3, Triton's default, dense
+layers with one row spill on sm_90; with 2, convolutions do in "tf32".
+"""
 
 TRITON_CHAIN = 16
 """Groups that are added up one by one; then their sums are. Of random values that were added
@@ -414,14 +483,15 @@ up 100 times in a row, 3 % drifted by more than the rounding that a variance of 
 that agree would differ. In chains of 16, none did, up to 300."""
 
 TRITON_PROGRAMS = 256
-"""Where a kernel has fewer programs, the samples are divided among more. An A100 has 108
-multiprocessors, an H100 132, an MI300X 304. Not measured."""
+"""If a kernel has fewer programs than this, the samples are divided among more programs. An A100
+has 108 multiprocessors, an H100 132, an MI300X 304. Not measured.
+"""
 
 TRITON_BLOCK = 1024
 """Elements of one program of the step. Not measured."""
 
 TRITON_SUMS = 32, 128
-"""Groups and elements of one program that adds up contributions at hand. Not measured."""
+"""Groups and elements of one program that adds up contributions in memory. Not measured."""
 
 TRITON_LONGEST_ROW = 1 << 13
 """Elements of the longest row that is normalized by a kernel: a program keeps it in registers.

@@ -142,11 +142,28 @@ def test_loggers_that_find_no_run():
     pytest.importorskip("wandb")
     with pytest.raises(varreg.VarregError, match=r"wandb\.init\(\) first"):
         varreg.callbacks.WandB(observer, optimizer)
+    with pytest.raises(varreg.VarregError, match=r"expects what wandb\.init\(\) returned; got str"):
+        varreg.callbacks.WandB(observer, optimizer, "my-run")
     with pytest.raises(varreg.VarregError, match="expects a writer with add_scalar"):
         varreg.callbacks.TensorBoard(observer, optimizer, "runs")
     pytest.importorskip("mlflow")
     with pytest.raises(varreg.VarregError, match=r"mlflow\.start_run\(\) first"):
         varreg.callbacks.MLflow(observer, optimizer)
+
+
+def test_a_logger_whose_service_is_not_installed(monkeypatch):
+    _, observer, optimizer = small()
+    for name, logger in (("wandb", "WandB"), ("mlflow", "MLflow")):
+        monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(ImportError, match=f"needs {name}: pip install {name}"):
+            getattr(varreg.callbacks, logger)(observer, optimizer)
+
+
+def test_a_prefix_is_text():
+    _, observer, optimizer = small()
+    writer = type("Writer", (), {"add_scalar": lambda *_: None})()
+    with pytest.raises(varreg.VarregError, match="prefix must be a string"):
+        varreg.callbacks.TensorBoard(observer, optimizer, writer, prefix=3)
 
 
 def test_layers_prefix_and_every():

@@ -30,6 +30,7 @@ from varreg.errors import MeasurementError
 from varreg.lab.bench.workloads import WORKLOADS, Workload, images, text
 from varreg.lab.models import GPT, paper_cnn
 from varreg.lab.tasks.catalog import per_token
+from varreg.native import library
 
 DEVICE = "pretend"  # it is registered only where these tests run
 KNOWN = {c.name: c for c in CASES if not c.random}
@@ -157,6 +158,45 @@ def test_a_model_on_the_cpu_while_another_device_is_the_default():
             assert p.is_cpu
             assert varreg.moments(p).square.is_cpu
             assert optimizer.lambda_of(p).is_cpu
+
+
+# ---- a model on two devices ----------------------------------------------------------------------
+
+
+class Halves(nn.Module):
+    """A model of which one half is on the CPU, and the other may be elsewhere."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.second.to(where)
+
+    def forward(self, x):
+        return self.second(self.first(x).tanh().to(self.second.weight.device)).cpu()
+
+
+@pytest.mark.parametrize("native", ["1", "0"])
+@pytest.mark.parametrize("per", ["element", "tensor", "model"])
+@pytest.mark.parametrize("name", ["VRSGD", "VRAdamW"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_model_on_two_devices_steps_as_on_one(name, per, native, set_to_none, monkeypatch):
+    if native == "0":
+        monkeypatch.setattr(library, "load", lambda: (None, "off"))
+    here, there = Halves("cpu"), Halves(DEVICE)
+    there.load_state_dict(here.state_dict())
+    optimizers = []
+    for model in (here, there):
+        varreg.observe(model)
+        options = {"lr": 0.01, "per": per, "calibrate": per != "model", "weight_decay": 0.1}
+        optimizers.append(getattr(varreg, name)(model.parameters(), **options))
+    for _ in range(4):
+        x = torch.randn(8, 4)
+        for model, optimizer in zip((here, there), optimizers, strict=True):
+            optimizer.zero_grad(set_to_none)
+            model(x).square().mean().backward()
+            optimizer.step()
+    for p, q in zip(here.parameters(), there.parameters(), strict=True):
+        torch.testing.assert_close(q.cpu(), p)
 
 
 # ---- random numbers ------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import pretend_device
+from tests.support.commands import LIMIT
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(
@@ -27,7 +28,7 @@ def run(*arguments: str, **environment: str) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
-        timeout=1200,
+        timeout=4 * LIMIT,  # whole files of tests in one process
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 

@@ -64,6 +64,11 @@ def test_no_phase_of_a_step_runs_where_tensors_are_fake(make, draw):
     model(x).square().mean().backward()
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
+        pytest.raises(VarregError, match=r"moments\(\) ran inside of FakeTensorMode"),
+    ):
+        varreg.moments(next(model.parameters()))
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
         pytest.raises(VarregError, match=r"step\(\) ran inside of FakeTensorMode"),
     ):
         optimizer.step()
@@ -73,12 +78,17 @@ def test_no_phase_of_a_step_runs_where_tensors_are_fake(make, draw):
 
 
 @each_case
-def test_a_default_device_without_values_is_not_that_of_a_model(make, draw):
+@pytest.mark.parametrize(
+    "regularized",
+    [lambda p: varreg.VRAdam(p, lr=0.01), lambda p: varreg.VRSGD(p, lr=0.01, momentum=0.9)],
+    ids=["Adam", "SGD"],
+)
+def test_a_default_device_without_values_is_not_that_of_a_model(make, draw, regularized):
     here, there, x = make(), make(), draw()
     there.load_state_dict(here.state_dict())
     for model, default in ((here, "cpu"), (there, "meta")):
         varreg.observe(model)
-        optimizer = varreg.VRAdam(model.parameters(), lr=0.01)
+        optimizer = regularized(model.parameters())
         with torch.device(default):
             for _ in range(3):
                 optimizer.zero_grad()
@@ -87,6 +97,15 @@ def test_a_default_device_without_values_is_not_that_of_a_model(make, draw):
     for p, q in zip(here.parameters(), there.parameters(), strict=True):
         torch.testing.assert_close(q, p, rtol=0, atol=0)
         torch.testing.assert_close(varreg.moments(q).square, varreg.moments(p).square)
+
+
+def test_a_gradient_without_values_takes_the_plain_step():
+    """As in torch, where a step on meta tensors does nothing."""
+    layer = nn.Linear(3, 2, device="meta")
+    optimizer = varreg.VRSGD(layer.parameters(), lr=0.1)
+    layer.weight.grad = torch.empty_like(layer.weight)
+    with pytest.warns(UserWarning, match="takes the plain step"):
+        optimizer.step()
 
 
 def test_capturing_a_graph_is_refused_with_the_reason():

@@ -5,6 +5,7 @@ splits.
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -661,3 +662,62 @@ def test_large_loss_scales_of_mixed_precision(dtype):
     sure = rho[0] < 10
     torch.testing.assert_close(rho[1][sure].log1p(), rho[0][sure].log1p(), rtol=0.1, atol=0.1)
     torch.testing.assert_close(rho[2][sure].log1p(), rho[0][sure].log1p(), rtol=0.1, atol=0.1)
+
+
+# ---- memory that is not shared -------------------------------------------------------------------
+
+WRITES = {
+    "in place": lambda p: p.grad.mul_(0.5),
+    "without a trace": lambda p: p.grad.data.mul_(0.5),
+    "by NumPy": lambda p: p.grad.numpy().__imul__(0.5),
+    "clipped": lambda p: torch.nn.utils.clip_grad_norm_([p], 1e-3),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_write_to_a_gradient_leaves_its_sum(write):
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(96, 96)
+    with varreg.observe(layer):
+        layer(torch.randn(6, 96)).square().mean().backward()
+        p, total = layer.weight, varreg.moments(layer.weight).total
+        assert p.grad.data_ptr() != total.data_ptr()
+        before = total.clone()
+        write(p)
+        assert torch.equal(varreg.moments(p).total, before)
+        assert not torch.equal(p.grad, before)
+
+
+def test_zeros_of_which_somebody_took_the_address_were_not_cleared():
+    layer = torch.nn.Linear(96, 96)
+    with varreg.observe(layer):
+        for _ in range(2):
+            layer(torch.zeros(6, 96)).mean().backward()
+            layer.weight.grad.numpy()
+        assert varreg.moments(layer.weight).count == 12
+
+
+def test_threads_may_write_to_one_gradient():
+    """Memory that torch copies at the first write (`torch._lazy_clone`) ends in a crash there."""
+    layer = torch.nn.Linear(700, 600)
+    with varreg.observe(layer):
+        for _ in range(5):
+            layer.zero_grad()
+            layer(torch.randn(4, 700)).square().mean().backward()
+            grad = layer.weight.grad
+            before = grad.clone()
+            with ThreadPoolExecutor(4) as pool:
+                list(pool.map(lambda _, grad=grad: grad.mul_(1.0), range(4)))
+            assert torch.equal(grad, before)
+
+
+def test_gradients_that_are_zeroed_without_a_trace_were_cleared():
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(96, 96)
+    with varreg.observe(layer):
+        for _ in range(2):
+            for p in layer.parameters():
+                if p.grad is not None:
+                    p.grad.data.zero_()
+            layer(torch.randn(6, 96)).mean().backward()
+        assert varreg.moments(layer.weight).count == 6

@@ -331,9 +331,12 @@ def test_a_rule_that_returns_the_wrong_shape():
         model(torch.randn(5, 3)).sum().backward()
 
 
-def test_register_rule_expects_a_module_type():
+@pytest.mark.usefixtures("registry")
+def test_register_rule_expects_a_module_type_and_a_function():
     with pytest.raises(ValueError, match=r"expects a subclass of torch\.nn\.Module, got"):
         varreg.register_rule(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="register_rule expects a function"):
+        varreg.register_rule(Scale)(3)
 
 
 @pytest.mark.usefixtures("registry")

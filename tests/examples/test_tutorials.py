@@ -16,7 +16,7 @@ def test_the_comparison_of_the_tutorial(tmp_path):
     text = PAGE.read_text()
     name, code = re.search(r'```python title="(.*?)"\n(.*?)```', text, re.S).groups()
     (tmp_path / name).write_text(code)
-    command = re.search(r"```bash\nvarreg (.*?)```", text, re.S)[1]
+    command = re.search(r"```bash\nvarreg (.*?)```", text, re.S)[1].replace("\\\n", " ")
     args = [*shlex.split(command), "--out", "came", "--epochs", "2"]
     done = subprocess.run(
         [sys.executable, "-m", "varreg", *args], cwd=tmp_path, capture_output=True, text=True

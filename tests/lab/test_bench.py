@@ -169,6 +169,7 @@ def test_the_base_has_the_options_that_it_knows():
 
 def test_groups():
     assert arms_of(" 4, exact,4") == ("groups=4", "exact")
+    assert arms_of("exact,model") == ("exact", "per=model")
 
 
 @pytest.mark.parametrize(("arm", "momentum"), [("plain", 0.9), ("exact", 0.9), ("groups=4", 0.9)])
@@ -183,7 +184,7 @@ def test_a_training_step(arm, momentum):
 
 
 def test_all_workloads_can_be_made():
-    assert len(YARDSTICK) == 4
+    assert len(YARDSTICK) == 4 < len(WORKLOADS) == 6
     for w in WORKLOADS.values():
         x, y = w.batch()
         assert len(x) == len(y)
@@ -337,7 +338,7 @@ NET = ("--model", "own_model:Net")
         ),
         (("--only", "GPT", *NET), "Leave one of them out"),
         (("--seconds", "0"), "--seconds must be more than 0; got 0"),
-        (("--groups", "exact,1"), "--groups must be exact or numbers of groups"),
+        (("--groups", "exact,1"), "--groups must be exact, model or numbers of groups"),
         (("--groups", "all"), "as in exact,8; got 'all'"),
         (
             ("--optimizers", "VRSDG"),

@@ -13,9 +13,9 @@ from varreg.lab.runs.config import Config
 from varreg.lab.runs.run import Run
 from varreg.lab.specs import parse
 from varreg.lab.tasks import TASKS
+from varreg.lab.tasks.check_task import check, fingerprint
 from varreg.lab.tasks.lookup import load, task
 from varreg.lab.tasks.preparation import hold_out
-from varreg.lab.tasks.validation import check, fingerprint
 
 IMAGES = {
     "fashion-mnist": (1, 28, 28),

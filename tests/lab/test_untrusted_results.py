@@ -785,8 +785,8 @@ def test_names_of_runs_fit_into_a_file_system(tmp_path):
 
 
 def test_a_dtype_is_part_of_a_fingerprint():
+    from varreg.lab.tasks.check_task import fingerprint
     from varreg.lab.tasks.lookup import load, task
-    from varreg.lab.tasks.validation import fingerprint
 
     splits, model = load("logistic", None), task("logistic").model()
     single = fingerprint("logistic", splits, model)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 import varreg
+from tests.support.commands import wait_for
 from varreg.monitor import Recorder, read
 from varreg.monitor.journal import Journal, Log
 from varreg.monitor.measured_step import scalars
@@ -224,9 +224,9 @@ def test_resuming_appends(tmp_path):
     assert [r["step"] for r in read(tmp_path).records] == list(range(1, 8))
     with varreg.Monitor(observer, optimizer, tmp_path, every=1, resume=False) as monitor:
         run(model, optimizer, monitor, 1)
+        with pytest.raises(varreg.VarregError, match=r"expects the result of state_dict\(\)"):
+            monitor.load_state_dict({})
     assert len(read(tmp_path).records) == 1
-    with pytest.raises(varreg.VarregError, match=r"expects the result of state_dict\(\)"):
-        monitor.load_state_dict({})
 
 
 def test_cut_off_at_every_byte(tmp_path):
@@ -272,12 +272,13 @@ for step in range(int(sys.argv[2])):
 def test_killed(tmp_path):
     """By force, while it writes: the file and the page are whole, and a new process goes on."""
     path = tmp_path / "monitor.jsonl"
-    process = subprocess.Popen([sys.executable, "-c", LOOP, str(tmp_path), "1000000"])
-    while not path.exists() or path.read_bytes().count(b"\n") < 12:
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    endless = str(10**12)  # on the fastest machine, too, it is killed and does not end by itself
+    process = subprocess.Popen([sys.executable, "-c", LOOP, str(tmp_path), endless], text=True)
+    try:
+        wait_for(lambda: path.exists() and path.read_bytes().count(b"\n") >= 12, process)
+    finally:
+        process.kill()  # also after a failure: it would train on
+        process.wait()
     log = read(tmp_path)
     steps = [r["step"] for r in log.records]
     assert steps == list(range(1, len(steps) + 1))
@@ -434,3 +435,82 @@ def test_a_recorder_alone():
         recorder.step(backward(model, batch))
     assert [r["step"] for r in found] == [1, 3, 6]
     assert "lr" not in found[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"path": None}, "expects the path of a folder"),
+        ({"path": 3}, "expects the path of a folder"),
+        ({"resume": "no"}, "resume must be True or False"),
+        ({"title": 3}, "title must be a string"),
+        ({"layers": "conv1"}, "layers must be True or False"),
+        ({"window": 1}, "window must be a whole number"),
+    ],
+)
+def test_arguments_of_another_type(tmp_path, options, words):
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = {"path": tmp_path / "new", **options}
+    with pytest.raises(varreg.VarregError, match=words):
+        varreg.Monitor(varreg.observe(model), optimizer, **given)
+    assert not (tmp_path / "new").exists()
+
+
+def test_places_where_nothing_can_be_written(tmp_path):
+    model = small()
+    observer, optimizer = varreg.observe(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder" / "monitor.jsonl").mkdir(parents=True)
+    for path in ("file", "file/below", "folder"):
+        with pytest.raises(varreg.VarregError, match=r"cannot write to .*Choose a folder"):
+            varreg.Monitor(observer, optimizer, tmp_path / path)
+        with pytest.raises(varreg.VarregError, match=r"cannot read .*same path as for the Monitor"):
+            read(tmp_path / path)
+    assert (tmp_path / "file").read_text() == "mine"
+    with pytest.raises(varreg.VarregError, match="read expects the path"):
+        read(3)
+    # Monitors of other tests may still wait for the garbage collector: only these paths count.
+    assert not [path for path in varreg.monitor.publisher._OPEN if tmp_path in path.parents]
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_is_read_only(tmp_path):
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tmp_path.chmod(0o500)
+    with pytest.raises(varreg.VarregError, match=r"cannot write to .*Permission denied"):
+        varreg.Monitor(varreg.observe(model), optimizer, tmp_path / "run")
+
+
+def test_a_closed_monitor_says_so(tmp_path):
+    """It was a warning about a "bad file descriptor", and nothing was recorded."""
+    model = small()
+    observer, optimizer = varreg.observe(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    closed = varreg.Monitor(observer, optimizer, tmp_path / "a", every=1)
+    state = closed.state_dict()
+    closed.close()
+    replaced = varreg.Monitor(observer, optimizer, tmp_path / "b", every=1)
+    new = varreg.Monitor(observer, optimizer, tmp_path / "b", every=1)
+    loss = backward(model, next(batches(1)))
+    for monitor in (closed, replaced):
+        assert "ended" in repr(monitor)
+        for use in (functools.partial(monitor.step, loss), monitor.__enter__):
+            with pytest.raises(varreg.VarregError, match="was closed, or another one"):
+                use()
+        with pytest.raises(varreg.VarregError, match="was closed, or another one"):
+            monitor.load_state_dict(state)
+    assert "running" in repr(new)
+    new.step(loss)
+    new.close()
+    assert len(read(tmp_path / "b").records) == 1
+
+
+def test_pandas_before_the_first_record(tmp_path):
+    pytest.importorskip("pandas")
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with varreg.Monitor(varreg.observe(model), optimizer, tmp_path) as monitor:
+        frame = monitor.to_pandas()
+    assert len(frame) == 0
+    assert frame.index.name == "step"

@@ -5,6 +5,7 @@ twice, once by each.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 
 import pytest
@@ -17,6 +18,7 @@ from varreg.backends import TWINS, use
 from varreg.lab.optimizers.ablations import ABLATIONS, ablated
 from varreg.native import library
 from varreg.noise import measure
+from varreg.optim import collect
 from varreg.optim.gradient import products
 from varreg.optim.increments import Increment
 
@@ -149,7 +151,11 @@ def twice(monkeypatch):
     native.
     """
 
-    whole = native.update
+    rest, whole = native.update, native.whole
+
+    def take_whole(calls, tasks, *args):
+        whole(tasks, *args)
+        calls.extend(task for task in tasks if not task.is_left)
 
     def run(*args, **kwargs):
         calls = []
@@ -176,8 +182,9 @@ def twice(monkeypatch):
                 patch.setattr(
                     native,
                     "update",
-                    lambda like, tasks, *rest: calls.extend(tasks) or whole(like, tasks, *rest),
+                    lambda like, tasks, *args: calls.extend(tasks) or rest(like, tasks, *args),
                 )
+                patch.setattr(native, "whole", functools.partial(take_whole, calls))
                 optimizer.step()
             same(
                 taken(optimizer),
@@ -223,6 +230,66 @@ def test_the_fused_step_equals_its_twin(name, dtype, twice):
 def test_options(name, options, twice):
     cls, settings = FUSED[name]
     assert twice(cls, {**settings, **options})[2] == 6 * 6
+
+
+WHOLE = ["plain", "plain, decay, maximize", "momentum", "momentum, dampening, decay", "nesterov"]
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_base_s_step_is_in_the_same_pass(name, dtype, clipped, monkeypatch):
+    """After the second step, torch's own is not called; it would have come to the same bits, which
+    λ = 1 shows.
+    """
+    cls, settings = FUSED[name]
+    one = {**settings, "lambda_min": 1.0, "lambda_max": 1.0}
+    between = BETWEEN["clipped by norm"] if clipped else None
+    with monkeypatch.context() as patch:
+        counted = Counted(cls._base.step)
+        patch.setattr(cls, "_base_step", counted)
+        model, optimizer = train(cls, one, dtype, between=between)
+    assert counted.calls == 2
+    twin, expected = train(cls, {**settings, "s": 0.0}, dtype, between=between)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert optimizer.state[p].keys() >= expected.state[q].keys()
+
+
+class Counted:
+    """A base's step that counts its calls."""
+
+    def __init__(self, step):
+        while getattr(step, "hooked", False):
+            step = step.__wrapped__
+        self.step, self.calls = step, 0
+
+    def __get__(self, optimizer, cls):
+        return functools.partial(self, optimizer)
+
+    def __call__(self, optimizer):
+        self.calls += 1
+        self.step(optimizer)
+
+
+def test_what_native_code_leaves_goes_through_torch(twice):
+    """One gradient of six was changed element by element: its step alone is torch's."""
+
+    def change(model, step):
+        model.wide.weight.grad[0] *= 0.5
+
+    _, optimizer, calls = twice(*FUSED["momentum"], between=change)
+    assert calls == 6 * 5
+    assert len(optimizer.param_groups[0]["params"]) == 6
+
+
+def test_where_native_code_differs_torch_takes_its_step(monkeypatch):
+    monkeypatch.setattr(collect, "repeats_torch", lambda *_: False)
+    with monkeypatch.context() as patch:
+        counted = Counted(SGD._base.step)
+        patch.setattr(SGD, "_base_step", counted)
+        train(*FUSED["momentum"])
+    assert counted.calls == 6
 
 
 @pytest.mark.parametrize("name", NOT_FUSED)
@@ -416,6 +483,7 @@ def test_a_model_that_changes_its_precision(monkeypatch):
     optimizer.zero_grad()
     model(torch.arange(6)).square().mean().backward()
     monkeypatch.setattr(native, "update", None)
+    monkeypatch.setattr(native, "whole", None)
     optimizer.step()
     assert optimizer.state[model.wide.weight]["vr_history"].dtype == torch.float32
 
@@ -436,6 +504,7 @@ def with_another_increment(cls):
 def test_a_subclass_that_does_something_else(cls, name, monkeypatch):
     other = with_another_increment(cls) if name == "increment" else ablated(cls, name)
     monkeypatch.setattr(native, "update", None)
+    monkeypatch.setattr(native, "whole", None)
     train(other, {"lr": 0.01})
 
 

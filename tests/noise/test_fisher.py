@@ -442,3 +442,21 @@ def test_no_bar_where_there_is_no_terminal_or_no_library(capsys, monkeypatch):
     monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True, raising=False)
     varreg.fisher(model(), loader())
     assert capsys.readouterr() == ("", "")
+
+
+def test_places_where_no_checkpoint_can_be(tmp_path):
+    """Before a pass that may take hours, and whole files of others stay."""
+    model, data = nn.Linear(2, 2), [(torch.randn(4, 2), torch.tensor([0, 1, 0, 1]))]
+    for path in (tmp_path, tmp_path / "gone" / "fisher.pt"):
+        with pytest.raises(varreg.VarregError, match="checkpoint must be a file in a folder"):
+            varreg.fisher(model, data, checkpoint=path)
+    mine = tmp_path / "mine.txt"
+    mine.write_text("hello")
+    with pytest.raises(varreg.VarregError, match=r"not a checkpoint of varreg\.fisher"):
+        varreg.fisher(model, data, checkpoint=mine)
+    assert mine.read_text() == "hello"
+
+
+def test_a_loader_that_is_none():
+    with pytest.raises(varreg.VarregError, match=r"expects a loader.*got NoneType"):
+        varreg.fisher(nn.Linear(2, 2), None)

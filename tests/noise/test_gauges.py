@@ -133,3 +133,20 @@ def test_bad_input():
     good = [varreg.Moments(2, 2, torch.ones(2), torch.ones(2))]
     with pytest.raises(varreg.VarregError, match="a positive loss; got 0"):
         gauges.cabs(good, 0.1, 0)
+
+
+def test_one_parameter_without_a_list_and_what_is_not_moments():
+    layer = nn.Linear(3, 2)
+    varreg.observe(layer)
+    layer(torch.randn(8, 3)).square().mean().backward()
+    one = varreg.moments(layer.weight)
+    assert gauges.norm_test(one) == gauges.norm_test([one])
+    for wrong in (3, [3], [layer.weight]):
+        with pytest.raises(varreg.VarregError, match=r"what varreg\.moments\(p\) returns"):
+            gauges.gsnr(wrong)
+    with pytest.raises(varreg.VarregError, match="got none"):
+        gauges.gsnr(None)
+    with pytest.raises(varreg.VarregError, match="a positive lr; got 'a'"):
+        gauges.cabs(one, "a", 1.0)
+    with pytest.raises(varreg.VarregError, match="one of varreg's optimizers; got SGD"):
+        gauges.effective_lambda(torch.optim.SGD(layer.parameters(), lr=0.1))

@@ -73,21 +73,27 @@ def test_averages_are_those_of_the_definition(reduction, parts):
     assert low < noise.value < high
 
 
-def test_without_native_code_it_is_the_same(monkeypatch):
-    values = []
-    for native in (True, False):
+@pytest.mark.parametrize("l1", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_without_native_code_it_is_the_same(l1, reduction, monkeypatch):
+    """For all parameters, and where native code serves only some of them."""
+    serves, rows = varreg.native.serves, []
+    for served in (lambda t: True, lambda t: False, lambda t: t.dim() == 2):
         with monkeypatch.context() as patch:
-            if not native:
-                patch.setattr("varreg.native.serves", lambda *_: False)
+            patch.setattr(
+                "varreg.native.serves", lambda *t, served=served: served(t[0]) and serves(*t)
+            )
             net = model()
-            noise = varreg.NoiseScale(varreg.observe(net))
+            noise = varreg.NoiseScale(varreg.observe(net, reduction=reduction), l1=l1)
             for seed in range(3):
                 torch.manual_seed(seed)
                 net.zero_grad()
-                backward(net, torch.randn(6, 4))
+                backward(net, torch.randn(6, 4), reduction)
                 noise.update()
-            values.append((noise.value, *noise.interval))
-    assert values[0] == pytest.approx(values[1], **CLOSE)
+            rows.append(noise.state_dict()["rows"][:3])
+    assert rows[0].shape == (3, 2, 5 if l1 else 2)
+    for other in rows[1:]:
+        torch.testing.assert_close(rows[0], other, rtol=1e-9, atol=0)
 
 
 def test_groups_estimate_the_same():
@@ -146,6 +152,9 @@ def test_values_without_signal_noise_or_updates():
     assert reading("", 3.0, -1.0, (1.0, math.inf)).value == math.inf
     assert reading("", 0.0, 2.0, (0.0, 0.0)).value == 0.0
     assert reading("", 3.0, 1.5, (1.0, 4.0)).text == "2.0 (1.0 to 4.0)"
+    unknown = reading("", 3.0, 1.5, (0.0, math.inf)).text
+    assert unknown == "unknown (too few or too different updates)"
+    assert reading("", 3.0, 0.0, (math.inf, math.inf)).text == "infinite (no signal at all)"
     noise = varreg.NoiseScale(varreg.observe(nn.Linear(1, 1)))
     assert math.isnan(noise.value)
     assert "no noise scale yet; call update()" in str(noise)
@@ -201,7 +210,7 @@ def test_a_checkpoint_of_something_else():
         varreg.NoiseScale(varreg.observe(net)).load_state_dict(good)
     with pytest.raises(varreg.VarregError, match="l1=False, this one True"):
         varreg.NoiseScale(varreg.observe(model()), l1=True).load_state_dict(good)
-    for bad in ({}, None, {**good, "rows": good["rows"][:3]}, {**good, "updates": "many"}):
+    for bad in ({}, None, 3, [1], {**good, "rows": good["rows"][:3]}, {**good, "updates": "many"}):
         with pytest.raises(varreg.VarregError, match=r"expects the result of its state_dict\(\)"):
             noise.load_state_dict(bad)
 

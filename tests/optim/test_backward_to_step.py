@@ -228,6 +228,8 @@ def test_partly_observed():
         optimizer.step()
     assert optimizer.lambda_of(model[0].weight) is not None
     assert optimizer.lambda_of(model[2].weight) is None
+    with pytest.raises(varreg.VarregError, match="lambda_of expects a parameter"):
+        optimizer.lambda_of("0.weight")
 
 
 def test_one_group_has_no_variance_and_says_so():

@@ -129,7 +129,7 @@ def test_a_killed_rank_ends_the_job(one, tmp_path):
     """In the middle of a backward pass of the third epoch, between gradients and moments. Then on
     from the last whole checkpoint.
     """
-    code, said, seconds = torchrun(
+    code, said, _ = torchrun(
         EXAMPLE,
         *OPTIONS,
         "--folder",
@@ -139,8 +139,7 @@ def test_a_killed_rank_ends_the_job(one, tmp_path):
     assert code != 0
     assert "killed in all_reduce" in said
     assert "Signal 9 (SIGKILL)" in said
-    assert not re.search(r"[Tt]imed out", said), said
-    assert seconds < TIMEOUT
+    assert not re.search(r"[Tt]imed out", said), said  # the others saw it end, at once
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch-001.pt", "epoch-002.pt"]
 
     whole = (tmp_path / "epoch-002.pt").read_bytes()  # cut short: as if a disk had lost its end
@@ -166,8 +165,9 @@ def test_a_rank_that_hangs_ends_the_job(tmp_path):
     )
     assert code != 0
     assert "hung in all_reduce" in said
-    assert re.search(r"[Tt]imed out", said), said
-    assert HANG - 1 < seconds < 20 * HANG  # torch's own time-out is 60 times as long
+    # the time-out that was set, not torch's own, which is 60 times as long
+    assert re.search(rf"[Tt]imed out waiting {1000 * HANG}ms", said), said
+    assert seconds > HANG - 1
 
 
 @pytest.mark.slow

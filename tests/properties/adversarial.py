@@ -33,6 +33,7 @@ from torch.distributions import Normal
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import varreg
@@ -5843,6 +5844,351 @@ third(exact, "mask-written-at-an-index",
       lambda s, x: marked(s, x, torch.arange(len(x)), x.argmax(1)))  # fmt: skip
 third(refused, "mask-written-at-an-index-of-samples",
       lambda s, x: marked(s, x, x.argmax(0), torch.arange(4)))  # fmt: skip
+
+
+# ---- a fourth attack from outside: what it found, and its families
+# -----------------------------------------------------------------------------------
+
+_FOURTH = "fourth-attack"
+
+
+def fourth(
+    expect: Callable[..., None],
+    name: str,
+    forward: Callable[..., Any],
+    inputs: Callable[[int], Inputs] | None = None,
+    **parts: Any,
+) -> None:
+    """Add a row of a model with two layers `fc` and `out` of four features, and other parts."""
+    options = {k: parts.pop(k) for k in ("batches", "call", "told", "use") if k in parts}
+    layers = {"fc": linear(4, 4), "out": linear(4, 4)} | parts
+    expect(_FOURTH, name, made(forward, **layers), inputs or normal(4),
+           **{"batches": (4, 3, 2), **options})  # fmt: skip
+
+
+# Hooks that write into the gradients that they are given, and return nothing.
+
+
+def centre_in_place(*grads: Any) -> None:
+    for g in grads:
+        if g is not None:
+            g.sub_(g.mean(0))
+
+
+def double_in_place(*grads: Any) -> None:
+    for g in grads:
+        if g is not None:
+            g.mul_(2.0)
+
+
+def centre_by_array(grad: Tensor) -> None:
+    """Write where no version counter tells."""
+    array = grad.numpy()
+    array -= array.mean(0)
+
+
+def roll_data(grad: Tensor) -> None:
+    grad.data.copy_(grad.data.roll(1, 0))
+
+
+def with_hook(put: Callable[[Any, Tensor, Tensor], Any]) -> Callable[..., Tensor]:
+    """Return a forward in which `put(model, h, k)` registers hooks on two tensors in a row."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        h = s.fc(x)
+        k = h.tanh()
+        put(s, h, k)
+        out: Tensor = s.out(k)
+        return out
+
+    return forward
+
+
+def next_node(t: Tensor) -> Any:
+    return t.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+for _name, _hook in {
+    "in-place": centre_in_place,
+    "by-array": centre_by_array,
+    "by-data": roll_data,
+}.items():
+    fourth(refused, f"hook-that-writes-{_name}",
+           with_hook(lambda s, h, k, f=_hook: h.register_hook(f)))  # fmt: skip
+fourth(
+    exact, "hook-that-doubles-in-place", with_hook(lambda s, h, k: k.register_hook(double_in_place))
+)
+fourth(refused, "hook-on-several-that-writes",
+       with_hook(lambda s, h, k: torch.autograd.graph.register_multi_grad_hook(
+           [h, k], lambda grads: centre_in_place(*grads))))  # fmt: skip
+fourth(exact, "hook-on-several-that-looks",
+       with_hook(lambda s, h, k: torch.autograd.graph.register_multi_grad_hook(
+           [h, k], lambda grads: None)))  # fmt: skip
+
+
+def hooked_module(
+    expect: Callable[..., None], name: str, kind: str, part: str, change: Callable[..., None]
+) -> None:
+    """Add a row of a module's backward hook that writes into what it is given."""
+
+    def make() -> nn.Module:
+        model = Fn(lambda s, x: s.out(s.act(s.fc(x))), fc=nn.Linear(4, 4), act=nn.Tanh(),
+                   out=nn.Linear(4, 4))  # fmt: skip
+        getattr(model.get_submodule(part), kind)(lambda module, grads, *_: change(*grads))
+        return model
+
+    expect(_FOURTH, name, make, normal(4), batches=(4, 3, 2))
+
+
+for _part in ("act", "out", ""):
+    _of = _part or "the-model"
+    hooked_module(refused, f"module-hook-of-{_of}-before", "register_full_backward_pre_hook", _part,
+                  centre_in_place)  # fmt: skip
+    hooked_module(exact, f"module-hook-of-{_of}-before-doubled", "register_full_backward_pre_hook",
+                  _part, double_in_place)  # fmt: skip
+for _part in ("act", "out"):
+    hooked_module(refused, f"module-hook-of-{_part}", "register_full_backward_hook", _part,
+                  centre_in_place)  # fmt: skip
+
+
+# Hooks that hold statistics of the batch.
+
+fourth(refused, "hook-times-a-mean", with_hook(
+    lambda s, h, k: h.register_hook(lambda g: g * h.detach().mean(0))))  # fmt: skip
+fourth(refused, "hook-times-a-mean-as-number", with_hook(
+    lambda s, h, k: h.register_hook(lambda g: g * h.detach().mean().item())))  # fmt: skip
+fourth(refused, "hook-times-rolled", with_hook(
+    lambda s, h, k: h.register_hook(lambda g: g * k.detach().roll(1, 0))))  # fmt: skip
+fourth(refused, "hook-in-place-times-a-mean", with_hook(
+    lambda s, h, k: h.register_hook(
+        lambda g: double_in_place(g.mul_(k.detach().mean(0))))))  # fmt: skip
+fourth(exact, "hook-times-itself", with_hook(
+    lambda s, h, k: h.register_hook(lambda g: g * k.detach())))  # fmt: skip
+fourth(exact, "hook-times-a-weight", with_hook(
+    lambda s, h, k: h.register_hook(lambda g: g * s.fc.bias.detach())))  # fmt: skip
+
+
+def _times_mean_of_input(s: Any, x: Tensor) -> Tensor:
+    h = s.fc(x)
+    h.register_hook(lambda g: g * x.mean(0))
+    out: Tensor = s.out(h)
+    return out
+
+
+def _times_input(s: Any, x: Tensor) -> Tensor:
+    h = s.fc(x)
+    h.register_hook(lambda g: g * x)
+    out: Tensor = s.out(h)
+    return out
+
+
+fourth(refused, "hook-times-a-mean-of-the-input", _times_mean_of_input)
+fourth(exact, "hook-times-the-input", _times_input)
+
+
+# Hooks on nodes that were reached in other ways than by `grad_fn` of their tensor.
+
+fourth(refused, "hook-on-the-node-behind", with_hook(
+    lambda s, h, k: next_node(k).register_prehook(
+        lambda go: (go[0] - go[0].mean(0),))))  # fmt: skip
+fourth(exact, "hook-on-the-node-behind-doubled", with_hook(
+    lambda s, h, k: next_node(k).register_prehook(lambda go: (go[0] * 2,))))  # fmt: skip
+fourth(refused, "hook-on-the-node-of-an-edge", with_hook(
+    lambda s, h, k: torch.autograd.graph.get_gradient_edge(k).node.register_prehook(
+        lambda go: (go[0] - go[0].mean(0),))))  # fmt: skip
+fourth(refused, "hook-on-a-node-asked-for-twice", with_hook(
+    lambda s, h, k: k.grad_fn and k.grad_fn.register_prehook(
+        lambda go: (go[0].roll(1, 0),))))  # fmt: skip
+
+
+# Values that leave torch by other doors: sizes, errors, functions of Python's.
+
+
+def caught(run: Callable[[Tensor], Any]) -> Callable[[Tensor], float]:
+    """Return 2 where torch raises an error, else 1."""
+
+    def number(t: Tensor) -> float:
+        try:
+            run(t)
+        except (IndexError, RuntimeError):
+            return 2.0
+        return 1.0
+
+    return number
+
+
+def kept(t: Tensor) -> float:
+    """Return a sum, by a function that is called with each element."""
+    seen: list[float] = []
+    t.clone().apply_(lambda v: seen.append(v) or v)
+    return sum(seen)
+
+
+def kept_of_two(t: Tensor) -> float:
+    seen: list[float] = []
+    t.clone().map_(t, lambda a, b: seen.append(a * b) or a)
+    return sum(seen)
+
+
+def one_is_large(batch: int) -> Inputs:
+    x = torch.randn(batch, 4).clamp(max=0.5)
+    x[0, 0] = 2.0
+    return (x,)
+
+
+def positive(t: Tensor) -> Tensor:
+    return (t > 0).sum()
+
+
+for _name, _statistic in {
+    "function-of-elements": kept,
+    "function-of-two-elements": kept_of_two,
+    "size-to-expand": lambda t: 1.0 + torch.ones(1).expand(positive(t)).numel(),
+    "times-to-repeat": lambda t: 1.0 + torch.ones(1).repeat(positive(t)).numel(),
+    "length": lambda t: 1.0 + torch.arange(99.0).narrow(0, 0, positive(t)).numel(),
+    "where-to-split": lambda t: 1.0 + torch.arange(99.0).tensor_split((t > 0).sum(0))[0].numel(),
+    "compressed-rows": lambda t: 1.0 + (t > 0).double().to_sparse_csr().values().numel(),
+}.items():
+    # as many in each sample: then the number of samples alone decides, and a warning says so
+    fourth(refused, f"{_name}-of-the-input", lambda s, x, f=_statistic: s.out(s.fc(x) * f(x)),
+           told=True)  # fmt: skip
+    fourth(refused, f"{_name}-of-features",
+           lambda s, x, f=_statistic: s.out((h := s.fc(x)) * f(h.detach())), told=True)  # fmt: skip
+fourth(refused, "error-that-is-caught", lambda s, x: s.out(s.fc(x) * caught(
+    lambda t: torch.zeros(1)[(t.amax() > 1).long()])(x)), one_is_large)  # fmt: skip
+fourth(refused, "error-of-a-lookup-that-is-caught", lambda s, x: s.out(s.fc(x) * caught(
+    lambda t: F.embedding((t.amax() > 1).long(), torch.zeros(1, 2)))(x)), one_is_large)  # fmt: skip
+fourth(exact, "error-that-is-always-caught",
+       lambda s, x: s.out(s.fc(x) * caught(lambda t: t @ torch.ones(3, 3))(x)))  # fmt: skip
+fourth(exact, "function-of-each-element",
+       lambda s, x: s.out(s.fc(x) * x.clone().apply_(lambda v: v * v)))  # fmt: skip
+
+
+# Modes of the dispatcher.
+
+
+class _RollsBelow(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out.roll(1, 0) if func is torch.ops.aten.tanh.default else out
+
+
+class _PassesBelow(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def _tanh_in_a_mode(s: Any, x: Tensor) -> Tensor:
+    with _RollsBelow():
+        h = s.fc(x).tanh()
+    out: Tensor = s.out(h)
+    return out
+
+
+fourth(exact, "dispatch-mode-around-the-model", _tanh_between, call=within(_PassesBelow))
+fourth(refused, "dispatch-mode-around-the-model-that-rolls", _tanh_between,
+       call=within(_RollsBelow))  # fmt: skip
+fourth(refused, "dispatch-mode-in-forward-that-rolls", _tanh_in_a_mode)
+
+
+# Hooks on what autograd saves.
+
+
+def saved_as(unpack: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    def call(model: nn.Module, x: Tensor) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+            return model(x)
+
+    return call
+
+
+def saved_in_forward_as(unpack: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    def forward(s: Any, x: Tensor) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+            h = s.fc(x).tanh()
+        return s.out(h)
+
+    return forward
+
+
+def coarse(t: Tensor) -> Tensor:
+    """Return a tensor in steps that its largest element sets."""
+    step = t.abs().max() / 16
+    return (t / step).round() * step
+
+
+fourth(exact, "saved-and-copied", _tanh_between, call=saved_as(Tensor.clone))
+fourth(refused, "saved-and-rolled", _tanh_between, call=saved_as(lambda t: t.roll(1, 0)))
+fourth(refused, "saved-in-steps-by-the-largest", _tanh_between, call=saved_as(coarse))
+fourth(exact, "saved-in-forward-and-copied", saved_in_forward_as(Tensor.clone))
+fourth(refused, "saved-in-forward-and-rolled", saved_in_forward_as(lambda t: t.roll(1, 0)))
+fourth(refused, "saved-in-forward-by-the-largest", saved_in_forward_as(coarse))
+
+
+# What a model holds, after a trial ran its forward again.
+
+
+class _Meter:
+    """Counts, as meters of losses do."""
+
+    def __init__(self) -> None:
+        self.count, self.values = 0, [0.0]
+
+    def update(self, value: float) -> None:
+        self.count += 1
+        self.values.append(value)
+
+
+def _metered(s: Any, x: Tensor) -> Tensor:
+    s.meter.update(x.max().item())
+    out: Tensor = s.out(s.fc(x))
+    return out
+
+
+def with_meter(model: nn.Module, inputs: Inputs, weights: Tensor) -> Any:
+    model.meter = _Meter()
+    output = model(*inputs)
+    output = output * model.meter.count * len(model.meter.values)
+    loss_of(output, weights).backward()
+    return output
+
+
+fourth(exact, "meter-that-counts-forwards", _metered, use=with_meter)
+
+
+# A function for which one size is a special case, after it has passed for many others.
+
+
+def after_other_sizes(model: nn.Module, inputs: Inputs, weights: Tensor) -> Any:
+    (x,) = inputs
+    for size in range(5, 15) if len(x) > 1 else ():
+        model(x.repeat(7, 1)[:size]).sum().backward()
+        model.zero_grad()
+    output = model(x)
+    loss_of(output, weights).backward()
+    return output
+
+
+fourth(refused, "cross-product-of-three-samples",
+       lambda s, x: torch.cross(s.fc(x)[:, :3], x[:, :3]), batches=(3,), use=after_other_sizes,
+       out=linear(1, 1))  # fmt: skip
+fourth(exact, "cross-product-of-four-samples",
+       lambda s, x: torch.cross(s.fc(x)[:, :3], x[:, :3]), batches=(4, 2), use=after_other_sizes,
+       out=linear(1, 1))  # fmt: skip
+
+
+# Others.
+
+fourth(
+    either,
+    "dict-whose-first-tensor-is-no-batch",
+    lambda s, inputs: s.out(s.fc(inputs["x"]) * inputs["gain"]),
+    call=lambda model, x: model({"gain": torch.arange(1.0, 5.0), "x": x}),
+    batches=(4, 3, 2, 1),
+    told=True,
+)
+fourth(either, "nested-rows", lambda s, x: s.out(
+    torch.nested.as_nested_tensor(list(s.fc(x))).to_padded_tensor(0.0)))  # fmt: skip
 
 
 # ---- the table on the command line

@@ -124,7 +124,8 @@ def test_without_the_compiled_kernel(options, monkeypatch):
 @pytest.mark.parametrize("name", RULES)
 def test_default_variance_is_the_papers_implemented_version(name):
     optimizer = RULES[name].regularized([nn.Parameter(torch.zeros(2))], lr=0.1)
-    expected = {"SGD": None, "Adagrad": "direct"}.get(name, "simplified")
+    version = "direct" if name == "Adagrad" else "simplified"
+    expected = version if RULES[name].adaptive else None
     assert optimizer.param_groups[0].get("variance") == expected
 
 

@@ -12,7 +12,7 @@ from varreg.native import library
 from varreg.optim import increments
 from varreg.theory.increment_variance import CASES, predicted_over_observed
 
-EXACT = [case for case in CASES if case.startswith("SGD")]
+EXACT = [case for case, (cls, _) in CASES.items() if "variance" not in cls._extra_options]
 RUNS, STEPS = 4000, 30
 SAMPLING = (
     5 * math.sqrt(2 / RUNS) / math.sqrt(3)

@@ -7,6 +7,7 @@ import statistics
 from typing import Any
 
 from tools.tables.cells import markdown
+from tools.tables.marks import ROOT
 from varreg.lab.report.format import number
 
 Saved = dict[str, Any]
@@ -87,3 +88,16 @@ def _lowest(arm: Saved) -> str:
         return ""
     step = statistics.median(arm["step_of_lowest"])
     return f"{_median(arm['lowest_valid_loss'])}, {step:.0f} of {arm['steps']}"
+
+
+def ewc(saved: Saved) -> str:
+    """Return the arms of `examples/ewc_split_fashion_mnist.py`, with its command."""
+    from importlib import util
+
+    path = ROOT / "examples" / "ewc_split_fashion_mnist.py"
+    spec = util.spec_from_file_location("ewc", path)
+    assert spec is not None
+    assert spec.loader is not None
+    example = util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    return f"`{saved['command']}`\n\n{example.table(saved)}"

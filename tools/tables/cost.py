@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.tables.cells import markdown, ratio
+from tools.tables.cells import markdown, once, ratio
 
 Saved = dict[str, Any]
 
@@ -18,6 +18,37 @@ def fisher(saved: Saved) -> str:
         cells = [f"{row['seconds']:.3f}, {row['over varreg']}" for row in others]
         rows.append([name, f"{ours['seconds']:.3f}", *cells])
     return markdown(["seconds, and over varreg", *next(iter(results.values()))], rows)
+
+
+def steady_memory(saved: Saved) -> str:
+    """Return peaks and what many steps leave, from `benchmarks.steady_memory`."""
+    rows = []
+    for row in saved["rows"]:
+        peaks = [f"{value / 2**20:.0f}" for arm in ("plain", "exact") for value in row[arm]]
+        held = list(row["steady"].values())
+        rows.append([row["name"], *peaks, f"{(held[-1] - held[0]) / 2**20:+.1f}"])
+    ends = list(saved["rows"][0]["steady"])
+    head = ["plain: first step", "later ones", "`VRSGD`: first step", "later ones"]
+    grown = f"from step {int(ends[0]):,} to {int(ends[-1]):,}"
+    return markdown(["MiB", *head, grown], [[c.replace("-", "−") for c in row] for row in rows])
+
+
+def ideas(saved: Saved) -> str:
+    """Return what each idea brought to a step with exact moments, from `benchmarks.ideas`."""
+    rows = []
+    for one in saved["ideas"]:
+        for workload, by_optimizer in one["rows"].items():
+            for spec, row in by_optimizer.items():
+                before, after = row["before"], row["after"]
+                cells = [
+                    f"{before['ratio'][arm][0]:.2f} → {after['ratio'][arm][0]:.2f}"
+                    for arm in ("exact", "groups=8")
+                ]
+                sizes = [side["memory"].get("exact") for side in (before, after)]
+                memory = " → ".join(f"{size:.2f}" for size in sizes if size is not None)
+                name = one["idea"] if one["kept"] else f"{one['idea']} (dropped)"
+                rows.append([name, workload, f"`{spec.split(':')[0]}`", *cells, memory])
+    return markdown(["idea", "", "a step with", "exact", "groups=8", "memory, exact"], once(rows))
 
 
 def norms(saved: Saved) -> str:

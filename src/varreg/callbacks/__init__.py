@@ -1,6 +1,6 @@
-"""Loggers and callbacks: they measure what a training does, and put it where you look.
+"""Loggers and callbacks: they measure a training, and log the results to other tools.
 
-Each is imported when it is asked for, and with it its framework.
+Each is imported, together with its framework, when its name is first used.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from varreg.callbacks.follower import Follower
 
 
 class AccelerateTracker(GeneralTracker):
-    """Observes a model, follows its optimizer, and adds what it measures to what is logged.
+    """Observes a model, follows its optimizer, and adds the measured numbers to the log.
 
     Make it before `prepare()`, and give it to the `Accelerator` as the first of `log_with`:
 
@@ -20,8 +20,8 @@ class AccelerateTracker(GeneralTracker):
         accelerator = Accelerator(log_with=[tracker, "tensorboard"], project_dir="runs")
         accelerator.init_trackers("mine")
 
-    Each `accelerator.log({"loss": loss}, step)` then also has what was measured last, for all
-    trackers after it. `accelerator.end_training()` takes it off.
+    Each `accelerator.log({"loss": loss}, step)` then also logs the last measured numbers, to all
+    trackers after this one. `accelerator.end_training()` detaches it.
 
     Args:
         model: The model, before `prepare()`.

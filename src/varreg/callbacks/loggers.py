@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import importlib
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -16,10 +17,10 @@ from varreg.thresholds import WINDOW
 
 
 class Logger(abc.ABC):
-    """Abstract: logs what a `varreg.Monitor` records, as numbers under names.
+    """The abstract base class of loggers, which log the numbers that a `varreg.Monitor` records.
 
-    `step(loss)` after `optimizer.step()`, before gradients are cleared; or a `with` block, in which
-    it follows the optimizer by itself, and `step(loss)` only adds the loss.
+    Call `step(loss)` after `optimizer.step()`, before gradients are cleared. Or use a `with` block,
+    in which the logger follows the optimizer by itself, and `step(loss)` only adds the loss.
 
     Args:
         observer: The observer that `varreg.observe` returned.
@@ -41,6 +42,8 @@ class Logger(abc.ABC):
         layers: bool = False,
         window: int = WINDOW,
     ):
+        if not isinstance(prefix, str):
+            raise VarregError(f"varreg: prefix must be a string; got {prefix!r}.")
         self.prefix = prefix
         self.recorder = Recorder(
             observer, optimizer, self._take, every=every, layers=layers, window=window
@@ -109,7 +112,9 @@ class TensorBoard(Logger):
     """
 
     def __init__(self, observer: Observer, optimizer: Any, writer: Writer, **options: Any):
-        """Take a `SummaryWriter`, or what has its `add_scalar`; the rest is as for all loggers."""
+        """Take a `SummaryWriter`, or any object with its `add_scalar`; the other arguments are
+        those of `Logger`.
+        """
         if not hasattr(writer, "add_scalar"):
             raise VarregError(
                 "varreg: TensorBoard expects a writer with add_scalar(tag, value, step), as "
@@ -123,17 +128,29 @@ class TensorBoard(Logger):
             self.writer.add_scalar(name, value, step)
 
 
+def imported(name: str) -> Any:
+    """Return a module that varreg does not install."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:  # an error of its own
+            raise
+        raise ImportError(f"varreg: this logger needs {name}: pip install {name}.") from error
+
+
 class WandB(Logger):
     """Logs to a run of Weights & Biases, with an axis of its own: the steps of the optimizer."""
 
     def __init__(self, observer: Observer, optimizer: Any, run: Any = None, **options: Any):
-        """Take what `wandb.init()` returned, or None for the run that is under way."""
-        import wandb
-
-        self.run: Any = wandb.run if run is None else run
+        """Take the run that `wandb.init()` returned, or None for the active run."""
+        self.run: Any = imported("wandb").run if run is None else run
         if self.run is None:
             raise VarregError(
                 "varreg: WandB found no active run. Call wandb.init() first, or pass run=."
+            )
+        if not hasattr(self.run, "define_metric"):
+            raise VarregError(
+                f"varreg: WandB expects what wandb.init() returned; got {type(self.run).__name__}."
             )
         super().__init__(observer, optimizer, **options)
         self.run.define_metric(f"{self.prefix}step", hidden=True)
@@ -149,9 +166,8 @@ class MLflow(Logger):
     def __init__(
         self, observer: Observer, optimizer: Any, run_id: str | None = None, **options: Any
     ):
-        """Take the id of a run, or None for the run that is under way."""
-        import mlflow
-
+        """Take the id of a run, or None for the active run."""
+        mlflow = imported("mlflow")
         if run_id is None and mlflow.active_run() is None:
             raise VarregError(
                 "varreg: MLflow found no active run. Call mlflow.start_run() first, or pass "

@@ -1,10 +1,11 @@
-"""What happens when gradients are cleared: zeros are looked for, and sums restart.
+"""What happens when gradients are cleared: find gradients that are None or zero, and restart their
+sums.
 
 Before a backward writes to any gradient, `Window.restart_cleared` asks every ledger whether its
 gradient was cleared since the last one (`Ledger.restart_if_cleared`, by its `GradientWatch`). A
-gradient is cleared if it is None now, or zero and written to. On the CPU each is looked at when it
-is asked for; on a device, all of them at once. A parameter that has no gradient yet shows nothing:
-there, the others are the evidence.
+gradient is cleared if it is None now, or zero and written to. On the CPU each gradient is checked
+by itself; on a device, all of them are checked at once. A parameter that has no gradient yet gives
+no evidence: then the gradients of the other parameters decide.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ def is_zero(t: Tensor) -> bool:
 
 
 def largest(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the largest size of an element in each of some tensors of one device and type."""
+    """Return the largest absolute value in each of several tensors of one device and type."""
     return torch.stack(_torch.foreach_norm([t.detach() for t in tensors], torch.inf))
 
 
 def look_on_devices(parameters: Iterable[tuple[Tensor, Ledger]]) -> dict[int, bool]:
-    """Return whether gradients are zero that were written to since the last window, by id: for
-    parameters of devices, one wait for all of them.
+    """Return whether each gradient on a device that was written to since the last window is zero,
+    by the id of its parameter. There is one wait for all of them.
 
-    Gradients that nobody wrote to are expected to be there still. That is checked later.
+    Gradients without a known write are assumed not to be cleared. A later check confirms that.
     """
     written, kept = [], []
     for p, ledger in parameters:
@@ -65,10 +66,10 @@ def look_on_devices(parameters: Iterable[tuple[Tensor, Ledger]]) -> dict[int, bo
 
 
 def judge_by_others(ledgers: Sequence[Ledger], waiting: Iterable[Ledger]) -> None:
-    """Decide for ledgers that wait, whose parameter has no gradient, whether it was cleared.
+    """Decide, for ledgers whose parameter has no gradient, whether gradients were cleared.
 
-    Such a parameter shows nothing itself, so the others are the evidence. If none of them kept its
-    gradient, the sums restart. If some were cleared and some were not, the ledger is marked as
+    Such a parameter gives no evidence itself, so the other parameters decide. If none of them kept
+    its gradient, the sums restart. If some were cleared and some were not, the ledger is marked as
     unclear. Parameters that were never cleared, since no optimizer has them, do not count.
     """
     cleared = [ledger for ledger in ledgers if ledger.was_cleared]
@@ -82,8 +83,23 @@ def judge_by_others(ledgers: Sequence[Ledger], waiting: Iterable[Ledger]) -> Non
             ledger.unclear = cleared[0].name, kept[0].name
 
 
+def refuse_unclear(name: str, count: int, cleared: str, not_cleared: str) -> None:
+    """Refuse a parameter's first gradient after samples that did not reach it, where it is not
+    known whether they belong to the same accumulation.
+    """
+    raise MeasurementError(
+        f"varreg: '{name}' has its first gradient after {count} samples that did "
+        "not reach it, and varreg cannot tell whether they belong to the same "
+        f"accumulation: the gradient of '{cleared}' was cleared since then, that of "
+        f"'{not_cleared}' was not. Clear all gradients together, or use "
+        "zero_grad(set_to_none=False), which leaves a trace."
+    )
+
+
 def _by_type(rows: list[Any], at: int) -> list[list[Any]]:
-    """Return the rows in lists of one device and type, which that of the tensor at `at` is."""
+    """Return the rows grouped into lists by the device and type of their tensor at position
+    `at`.
+    """
     same: dict[Any, list[Any]] = {}
     for row in rows:
         same.setdefault((row[at].device, row[at].dtype), []).append(row)

@@ -11,8 +11,8 @@ from varreg.few_launches import square_pending_roots
 
 
 class Scattered(Contribution):
-    """Contributions to a table, of which the rows `ids`, each of them once, were looked up for all
-    samples alike.
+    """Contributions to a table from which all samples look up the same rows `ids`, each of them
+    once.
     """
 
     def __init__(self, looked_up: Contribution, ids: Tensor, shape: torch.Size):
@@ -22,7 +22,8 @@ class Scattered(Contribution):
     def source(self) -> Tensor | None:
         return self.looked_up.source()
 
-    def _scatter(self, t: Tensor | None) -> Tensor | None:
+    def scatter(self, t: Tensor | None) -> Tensor | None:
+        """Return a sum over what was looked up as one over the table."""
         if t is None:
             return None
         return t.new_zeros(self.shape).index_copy_(0, self.ids, t.reshape(-1, *self.shape[1:]))
@@ -36,10 +37,10 @@ class Scattered(Contribution):
     def sums(self) -> Sums:
         total, square, *_ = self.looked_up.sums()
         square_pending_roots()  # before the sums are copied
-        return self._scatter(total), self._scatter(square)
+        return self.scatter(total), self.scatter(square)
 
     def total(self) -> Tensor | None:
-        return self._scatter(self.looked_up.total())
+        return self.scatter(self.looked_up.total())
 
 
 class Sum(Contribution):

@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -183,6 +184,8 @@ class Weight(Contribution):
     """True: there is a bias, and `sums` computes its sums, too."""
     bias_sums: Sequence[Tensor] | None = None
     """S and W of the bias, after `sums` has computed them beside those of the weight."""
+    bias_spread: float | None = None
+    """The sum of the bias's W, where it came with that of the weight's."""
 
     def sums(self) -> Sums:
         both = self.sums_in_one_pass()
@@ -192,9 +195,9 @@ class Weight(Contribution):
         total, square = both.total.view(self.shape), both.square.view(self.shape)
         return total, square, *(() if both.again is None else (both.again.view(self.shape),))
 
-    def sums_in_one_pass(self) -> LayerSums | None:
+    def sums_in_one_pass(self, kernels: Any = None) -> LayerSums | None:
         """Return S and W, and those of the bias if it is wanted, without the per-sample gradients;
-        None where PyTorch is needed.
+        None where PyTorch is needed. Other kernels than the backend's may be given.
         """
         raise NotImplementedError
 
@@ -241,9 +244,10 @@ class Outer(Weight):
             delta, a = delta.to(dtype), a.to(dtype)
         return (delta.t() @ a).view(self.shape), (delta.square().t() @ a.square()).view(self.shape)
 
-    def sums_in_one_pass(self) -> LayerSums | None:
-        kernels = BACKENDS[self.delta.device.type]
-        return kernels.outer(self.delta, self.a, self.partition.groups, self.with_bias)
+    def sums_in_one_pass(self, kernels: Any = None) -> LayerSums | None:
+        outer = (kernels or BACKENDS[self.delta.device.type]).outer
+        sums: LayerSums | None = outer(self.delta, self.a, self.partition.groups, self.with_bias)
+        return sums
 
     def precise_sums(self) -> Sums:
         dtype = stat_dtype(self.delta.dtype)
@@ -275,18 +279,18 @@ class Bias(Contribution):
 
     def __init__(self, weight: Weight, make: Callable[[], Contribution]):
         self.partition, self.shape = weight.partition, weight.shape[:1]
-        self._weight, self.make = weight, make
+        self.weight, self.make = weight, make
 
     def groups(self, first: int, last: int, start: int, n: int) -> Tensor:
         return self.make().groups(first, last, start, n)
 
     def sums(self) -> Sums:
-        both = self._weight.bias_sums
+        both = self.weight.bias_sums
         return self.make().sums() if both is None else tuple(both)
 
     def precise_sums(self) -> Sums:
         return self.make().precise_sums()
 
     def total(self) -> Tensor | None:
-        both = self._weight.bias_sums
+        both = self.weight.bias_sums
         return self.make().total() if both is None else both[0]

@@ -1,9 +1,9 @@
-"""Checks whose answer lies on a device: all of them are asked for together, and late.
+"""Deferred checks: results that are on a device are fetched later, all of them together.
 
-On the CPU a check is made at once. On another device, to look at a value is to wait for all that
-the device was given before. So the answer stays there until `fetch` brings it, with whatever else
-is wanted: in an optimizer's step(), or when moments are read. What is wrong is an error all the
-same, only later.
+On the CPU a check is made at once. On another device, reading a value means to wait until the
+device has finished all earlier work. So the result stays on the device until `fetch` transfers it
+together with other values: in an optimizer's step(), or when moments are read. A failed check still
+raises, only later.
 """
 
 from __future__ import annotations
@@ -24,22 +24,20 @@ PENDING: list[tuple[Tensor, Callable[[], None]]] = []
 
 
 def check(is_wrong: Tensor, complain: Callable[[], None]) -> None:
-    """Call `complain`, which raises, if a single value is true: at once on the CPU, else when
-    values are next fetched.
+    """Call `complain`, which raises, if a tensor of one value is true: at once on the CPU,
+    otherwise at the next `fetch`.
     """
     if is_wrong.is_cpu:
         if bool(is_wrong):
             complain()
         return
     PENDING.append((is_wrong, complain))
-    if len(PENDING) > MOST_CHECKS:  # no step or moments() fetched them
+    if len(PENDING) > MOST_CHECKS:  # neither step() nor moments() has fetched them
         fetch([])
 
 
 def fetch(tensors: Sequence[Tensor]) -> list[list[float]]:
-    """Return the values of some tensors, waiting once for each device; and make all checks that
-    are pending.
-    """
+    """Return the values of tensors, with one wait for each device. Make all pending checks."""
     checks = PENDING.copy()
     del PENDING[: len(checks)]
     flags = [flag.reshape(1) for flag, _ in checks]
@@ -73,8 +71,8 @@ def _fetch_from_one(tensors: list[Tensor]) -> list[list[float]]:
 
 
 def take_numbers(ledgers: Iterable[Ledger]) -> None:
-    """Let ledgers that are shared by several processes have the numbers of all of them, which the
-    reductions left on the device: one wait for all.
+    """Give shared ledgers the counts of all processes, which the reductions left on the device.
+    There is one wait for all of them.
     """
     waiting = [ledger for ledger in ledgers if ledger.unread]
     if waiting:

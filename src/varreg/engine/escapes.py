@@ -1,5 +1,5 @@
-"""Values of the batch that leave torch (`item()`, NumPy) and may come back as constants: whether
-they make samples depend on each other is tried by running the forward again, with other samples.
+"""Values of the batch that leave torch (`item()`, NumPy) and may return as constants. A second run
+of the forward with other samples tests whether these values make samples depend on each other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from varreg.engine.marks import mark_of
 from varreg.engine.mechanisms.node import Ran
 from varreg.engine.trace.arguments import tensors_of
 from varreg.engine.trace.layout import Place, Ragged, Summed, Where
-from varreg.engine.trace.sorting import UNKNOWN, UNKNOWN_CONSTANT
+from varreg.engine.trace.trace import UNKNOWNS
 from varreg.engine.trace.trial import Verdict, undisturbed
 from varreg.engine.trace.trial.alone import depends_on_number
 from varreg.engine.trace.trial.rerun import try_forward
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 SCRIPTED = "a scripted function"
-_MAY_BE_NOTHING = (UNKNOWN, UNKNOWN_CONSTANT, SCRIPTED)
-"""What is noted without any sign that it has to do with the batch."""
+_MAY_BE_NOTHING = (*UNKNOWNS, SCRIPTED)
+"""Functions that are noted although nothing shows that their values depend on the batch."""
 
 
 def try_escapes(
@@ -36,8 +36,8 @@ def try_escapes(
     inputs: list[Tensor],
     outputs: list[Tensor],
 ) -> None:
-    """Run the forward again with other samples, once, where values of the batch left torch. Refuse
-    the model if samples then depend on each other, or if that could not be tried.
+    """Run the forward again with other samples, once, if values of the batch left torch. Refuse the
+    model if samples depend on each other, or if the test was not possible.
     """
     trace, verdicts = observer.tracer.trace, observer.tracer.verdicts
     if not trace.escapes:
@@ -55,19 +55,17 @@ def try_escapes(
     if not left:
         return
     function, path, _ = left[0]
-    is_hint = function == SCRIPTED  # nobody knows whether the model calls one
+    is_hint = function == SCRIPTED  # whether the model calls one is not known
     if not is_hint and any(ledger.is_sharded for _, ledger in observer.parameters):
         observer.notices.untried_escape(path, function)
         return
     given, wanted = _placed(inputs, outputs)
-    passed = {
-        id(t) for t in tensors_of((args, kwargs))
-    }  # a hook may have put others in their place
+    passed = {id(t) for t in tensors_of((args, kwargs))}  # a hook may have replaced them
     given = [(t, at) for t, at in given if id(t) in passed]
     if not wanted:
-        return  # nothing that could depend on it gets a gradient
+        return  # no tensor that could depend on the value gets a gradient
     if is_hint and any(isinstance(where, Ragged) for _, where in wanted):
-        return  # samples are in another order, and that is refused with a better reason
+        return  # samples are in another order: another check refuses that, with a better reason
     said, why = Verdict.UNDECIDED, "no input of it carries the batch"
     if ran_backward:
         why = "a backward runs inside of the forward, and must not run again"
@@ -107,8 +105,8 @@ def try_alone(
     inputs: list[Tensor],
     outputs: list[Tensor],
 ) -> None:
-    """Warn, once, if a sample's outputs depend on how many samples there are. That is tried where a
-    number was used that could be theirs, and where values of the batch left torch.
+    """Warn, once, if a sample's outputs depend on the number of samples. This is tested if the
+    forward used a number that could be the number of samples, or if values of the batch left torch.
     """
     trace, verdicts = observer.tracer.trace, observer.tracer.verdicts
     if trace.batch <= 1 or trace.lets_samples_meet:
@@ -130,7 +128,7 @@ def try_alone(
 def _placed(
     inputs: list[Tensor], outputs: list[Tensor]
 ) -> tuple[list[tuple[Tensor, Place]], list[tuple[int, Where]]]:
-    """Return where inputs carry the batch; and outputs that get a gradient, by their positions."""
+    """Return the places of the inputs, and the outputs that get a gradient, by their positions."""
     given = [(t, at) for t in inputs if isinstance(at := mark_of(t), Place)]
     wanted: list[tuple[int, Where]] = [
         (i, where)

@@ -222,8 +222,8 @@ class Forward:
                     where = check_input(trace, t, where)
                 mark(t, where)
         self.run.inputs = inputs
-        if _torch.len_mode_stack() and has_foreign_mode():
-            trace.escape("a torch function mode around the model")
+        if (_torch.len_mode_stack() or _torch.dispatch_modes()) and has_foreign_mode():
+            trace.escape("a torch function mode, or a dispatch mode, around the model")
         if not is_recomputation:
             if module is not observer.model:
                 where = place(self._name_of(module), module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import CodeType
 from typing import Any
 
 from varreg._torch import APPLY_MODULE_HOOKS, MODULE_CALL, BackwardHook
@@ -13,6 +14,16 @@ def is_on_stack(frame: Any) -> bool:
     here: Any = sys._getframe(1)
     while here is not None:
         if here is frame:
+            return True
+        here = here.f_back
+    return False
+
+
+def is_called_by(code: CodeType) -> bool:
+    """Return whether a call of this code is running, inside of the innermost module's call."""
+    here: Any = sys._getframe(1)
+    while here is not None and here.f_code is not MODULE_CALL:
+        if here.f_code is code:
             return True
         here = here.f_back
     return False
@@ -29,8 +40,9 @@ def hooks_of_call() -> BackwardHook | None:
 
 
 def hooks_being_applied() -> tuple[BackwardHook | None, dict[str, Any]]:
-    """Return the backward hooks of a module that torch is putting into the graph, and the variables
-    of the call that does so: `side` is what called it. None where no module's are.
+    """Return the backward hooks of the module that torch is adding to the graph, and the local
+    variables of the torch call that adds them; `side` names the method that it was called from.
+    None if torch adds no hooks now.
     """
     here: Any = sys._getframe(1)
     while here is not None and here.f_code is not MODULE_CALL:

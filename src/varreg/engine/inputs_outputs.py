@@ -1,5 +1,5 @@
-"""What goes into an observed forward, and what comes out: where inputs carry the batch, and whether
-a loss can tell samples apart in outputs.
+"""Inputs and outputs of an observed forward: where inputs carry the batch, and whether a loss can
+separate the samples in outputs.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def place_inputs(
     dim: int,
     ledger: Callable[[Tensor], Any],
 ) -> Inputs:
-    """Return where the inputs carry the batch: in dimension `dim`, as far as they have the size of
-    the first one. Parameters, which have a ledger, carry none.
+    """Return where the inputs carry the batch: in dimension `dim`, if their size there is that of
+    the first input. Parameters, which have a ledger, do not carry the batch.
     """
     batch, packed = _place_packed(args, kwargs)
-    # the size of each that could carry the batch: it is no parameter, and has the dimension
+    # sizes of inputs that could carry the batch: they are not parameters, and have the dimension
     all_sizes = [
         None if t.dim() <= dim or (t.requires_grad and ledger(t)) else t.shape[dim] for t in inputs
     ]
@@ -69,8 +69,8 @@ def place_inputs(
 
 
 def _place_packed(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, dict[int, Where]]:
-    """Return the number of samples in packed sequences among a model's arguments, 0 without any;
-    and the marks of their tensors, by id.
+    """Return the number of samples in the packed sequences among a model's arguments (0 if there
+    are no packed sequences), and the marks of their tensors, by id.
     """
     batch, known = 0, dict[int, Where]()
     for pack in (*args, *kwargs.values()) if kwargs else args:
@@ -91,7 +91,7 @@ def _place_packed(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, dic
 
 
 def refuse_inputs(inputs: Sequence[Tensor], path: Callable[[], str]) -> None:
-    """Refuse inputs of kinds that have no rows to follow."""
+    """Refuse inputs whose rows cannot be followed: sparse, nested, and tensors without values."""
     for t in inputs:
         if t.is_nested or t.layout is not torch.strided:
             kind = "a nested tensor" if t.is_nested else f"a tensor of layout {t.layout}"
@@ -112,7 +112,7 @@ def refuse_inputs(inputs: Sequence[Tensor], path: Callable[[], str]) -> None:
 
 
 class Outputs:
-    """What a forward hands to the loss, as outputs and in attributes."""
+    """The tensors that a forward passes to the loss, as outputs or in attributes."""
 
     def __init__(self, observer: Observer):
         self.observer = observer
@@ -129,8 +129,8 @@ class Outputs:
         output: Any,
         is_certain: bool,
     ) -> None:
-        """Check what the forward of a module returned, and take the marks off inputs and outputs.
-        A forward that failed has no output.
+        """Check the output of a module's forward, and remove the marks of inputs and outputs. A
+        forward that failed has no output.
         """
         outputs, trace = tensors_of(output), self.observer.tracer.trace
         is_due = self.observer.tracer.verdicts.due("outputs")  # look closely now and then
@@ -150,10 +150,11 @@ class Outputs:
     def check_tensors(
         self, outputs: list[Tensor], is_certain: bool, is_due: bool, is_deep: bool
     ) -> None:
-        """Let no gradient arrive at an output in which samples cannot be told apart.
+        """Refuse gradients of outputs in which the samples cannot be separated.
 
-        `is_certain` says that all inputs agreed about the size of the batch. When it `is_due`, look
-        closely; when it `is_deep`, also into containers and objects that the model holds.
+        `is_certain` says that all inputs agreed about the size of the batch. If `is_due`, also
+        search attributes of modules for tensors; if `is_deep`, also containers and objects that the
+        model holds.
         """
         samples = {at.sample for t in outputs if isinstance(at := mark_of(t), Single)}
         # True if each sample has its own output, as in a list of their losses
@@ -181,8 +182,8 @@ class Outputs:
     def _left_in_attributes(
         self, outputs: list[Tensor], is_due: bool, is_deep: bool
     ) -> list[Tensor]:
-        """Return tensors of this forward that were left in attributes, as auxiliary losses are.
-        They are searched for when that `is_due`, and then looked at each time.
+        """Return tensors that this forward left in attributes, for example auxiliary losses. If
+        `is_due`, search for such attributes; attributes that were found are read each time.
         """
         if is_due:
             for module in self.observer.model.modules():
@@ -231,7 +232,7 @@ def _is_of_forward(t: Tensor) -> bool:
 def _fault(
     t: Tensor, where: Any, batch: int, dim: int, has_all: bool, is_certain: bool
 ) -> str | None:
-    """Return why a loss could not tell samples apart in an output; None where it can."""
+    """Return the reason why a loss could not separate the samples in an output; None if it can."""
     size = t.shape[dim] if t.dim() > dim else None
     if isinstance(where, Lost):
         return (

@@ -15,14 +15,13 @@ from torch.utils.weak import TensorWeakRef
 
 from varreg.devices import without_autocast
 from varreg.engine import processes
-from varreg.engine.cleared import is_zero
+from varreg.engine.cleared import is_zero, refuse_unclear
 from varreg.engine.combined import combine
 from varreg.engine.contribution import Contribution
 from varreg.engine.mean_variance import Moments
 from varreg.engine.number_range import sums_in_range
 from varreg.engine.on_device import copy_shared_totals
 from varreg.engine.partition import Partition
-from varreg.errors import MeasurementError
 from varreg.few_launches import square_pending_roots
 
 
@@ -71,12 +70,11 @@ class GradientWatch:
         """Return whether the gradient was cleared since it was noted: set to None, or overwritten
         with zeros. `total` is the sum that was measured for the noted gradient.
 
-        Zeros count as cleared if the gradient was not zero before, or if it was written to.
-        Between micro-batches, nothing writes to it. Before a step, clipping and unscaling do: zeros
-        that stay zeros then look cleared, and the sums restart, as they do after a step.
-        With `search`, zeros count also without a known write: `p.grad.data` and NumPy leave no
-        trace. On a device, a later check (`Window.restart_cleared`) searches, and raises.
-        `zero`, if known, says whether the gradient is zero: one look serves all parameters.
+        Zeros count as cleared if the gradient was not zero before, or if it was written to. Before
+        a step, clipping writes: zeros that stay zeros then look cleared, and the sums restart. With
+        `search`, zeros count also without a known write (`p.grad.data`, NumPy). On a device,
+        `Window.restart_cleared` searches later, and raises. `zero`, if known, says whether the
+        gradient is zero.
         """
         if grad is None:
             return self.trace is not None
@@ -95,6 +93,8 @@ class Ledger:
     # counts of all processes that are still unread on the device, each with its W
     unread: Sequence[tuple[Tensor, Tensor]] = ()
     recorder: Any = None  # records the norms of samples, if norms=True
+    sums_alone = False  # True: sums over elements are kept, and S as `whole`, if at all
+    whole: Tensor | None = None
 
     def __init__(self, name: str, reduction: str):
         self.name, self.reduction = name, reduction
@@ -174,14 +174,7 @@ class Ledger:
         if not self.is_checked:
             self.restart_if_cleared(p)
         if self.unclear is not None:
-            cleared, not_cleared = self.unclear
-            raise MeasurementError(
-                f"varreg: '{self.name}' has its first gradient after {self.count} samples that did "
-                "not reach it, and varreg cannot tell whether they belong to the same "
-                f"accumulation: the gradient of '{cleared}' was cleared since then, that of "
-                f"'{not_cleared}' was not. Clear all gradients together, or use "
-                "zero_grad(set_to_none=False), which leaves a trace."
-            )
+            refuse_unclear(self.name, self.count, *self.unclear)
         self.in_window = True
         has_hooks = bool(p._post_accumulate_grad_hooks)
         self.may_share_total = not (p.is_cpu or has_hooks or processes.are_several())

@@ -79,6 +79,22 @@ def marks_of_forward(number: int) -> Iterator[None]:
         RUNNING.number = before
 
 
+@contextlib.contextmanager
+def with_marks(marks: Iterable[tuple[Tensor, Where | Derived]]) -> Iterator[None]:
+    """Mark tensors for a while, and leave their marks as they were."""
+    before = []
+    for t, where in marks:
+        before.append((t, t.__dict__.get(MARK)))
+        mark(t, where)
+    try:
+        yield
+    finally:
+        for t, found in before:
+            t.__dict__.pop(MARK, None)
+            if found is not None:
+                t.__dict__[MARK] = found
+
+
 def payload_of(t: Tensor) -> tuple[Any, ...] | None:
     """Return the payload of a tensor's mark in this forward; None without one."""
     found = t.__dict__.get(MARK)

@@ -55,13 +55,33 @@ class Moments:
 
     @property
     def variance(self) -> Tensor:
-        """Return v² = (1/m) Σ (g_i − ḡ)², never negative; what rounding alone could leave is 0. One
-        sample has 0, one *group* of several nan.
+        """Return v² = (1/m) Σ (g_i − ḡ)², which is never negative; a value within rounding errors
+        of 0 is 0. It is 0 for a batch of one sample, and nan for one *group* of several samples.
         """
         return self.variance_into(torch.empty_like(self.square))
 
+    @property
+    def total_mean_square(self) -> Tensor:
+        """Return Σ_p ḡ_p², the square of the length of the mean gradient."""
+        return self.mean.square().sum()
+
+    @property
+    def total_second_moment(self) -> Tensor:
+        """Return Σ_p (1/m) Σ_i g_ip²: the mean square of the length of a sample's gradient."""
+        return self.second_moment.sum()
+
+    @property
+    def total_variance(self) -> Tensor:
+        """Return Σ_p v_p²: `varreg.observe(model, per="model")` measures it alone."""
+        return self.variance.sum()
+
+    @property
+    def elements(self) -> int:
+        """Return the number of the parameter's elements."""
+        return self.total.numel()
+
     def variance_into(self, out: Tensor) -> Tensor:
-        """Return the variance; on the CPU, in the memory that is given."""
+        """Return the variance; on the CPU, write it to the given memory."""
         if self.count == 1:
             return out.zero_()
         if self.groups < 2:
@@ -83,8 +103,8 @@ class Moments:
 
     @property
     def constants(self) -> tuple[float, float]:
-        """Return what m·W − S² is multiplied by, for a loss that is a mean; and what rounding may
-        leave of it, relative to m·W.
+        """Return the factor of m·W − S² for a loss that is a mean, and the bound on its rounding
+        error relative to m·W.
         """
         units = VARIANCE[0] + VARIANCE[1] * math.sqrt(self.count)
         factor = (self.count - 1) / (self.groups - 1)

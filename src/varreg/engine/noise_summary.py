@@ -1,13 +1,15 @@
 """Gradient statistics of one batch, for people: how strong the signal is, and how much the samples
-disagree. What a batch size should be takes many batches: `varreg.NoiseScale`.
+disagree. To choose a batch size, many batches are needed: use `varreg.NoiseScale`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from varreg.engine.mean_variance import Moments
+from varreg.engine.totals import Totals
 from varreg.parallel.shards import number
 from varreg.tables import table
 
@@ -55,7 +57,7 @@ class Row:
     @property
     def noise_scale(self) -> float:
         """Return tr Σ/|Ĝ|²: the batch size at which noise and signal are equal, as far as one batch
-        says. Infinite where the signal drowns in the noise.
+        says. Infinite if the estimate of the signal is not positive.
         """
         if math.isnan(self.trace):
             return math.nan
@@ -65,7 +67,7 @@ class Row:
 
     @property
     def text(self) -> str:
-        """Return what one batch can say, in words."""
+        """Return in words what one batch shows about signal and noise."""
         b = self.noise_scale
         if math.isnan(b):
             return "too few samples to tell"
@@ -85,8 +87,8 @@ class Summary:
 
     def as_dict(self) -> dict[str, float]:
         """Return flat numbers for a logger: `rho/conv1`, `snr/conv1`, `noise_scale/conv1`, …, and
-        `rho`, `snr`, `noise_scale` of the model. `trace` and `signal` are there to be averaged over
-        batches: the ratio of their averages is a noise scale, an average of `noise_scale` is none.
+        `rho`, `snr`, `noise_scale` of the model. `trace` and `signal` can be averaged over batches:
+        the ratio of their averages is a noise scale, but an average of `noise_scale` is not.
         """
         rows = [(f"/{r.name}", r) for r in self.layers] + ([("", self.model)] if self.model else [])
         return {
@@ -118,25 +120,25 @@ def layer_of(name: str) -> str:
     return name.rpartition(".")[0] or name
 
 
-def row(name: str, parts: list[Moments]) -> Row:
+def row(name: str, parts: Sequence[Moments | Totals]) -> Row:
     """Return the statistics of some parameters together."""
     count = min(m.count for m in parts)
-    square = sum(number(m.mean.square().sum()) for m in parts)
+    square = sum(number(m.total_mean_square) for m in parts)
     trace = sum(
-        number(m.variance.sum()) * m.count / (m.count - 1) if m.count > 1 else math.nan
+        number(m.total_variance) * m.count / (m.count - 1) if m.count > 1 else math.nan
         for m in parts
     )
-    return Row(name, sum(m.total.numel() for m in parts), count, math.sqrt(square), trace)
+    return Row(name, sum(m.elements for m in parts), count, math.sqrt(square), trace)
 
 
-def summarize(named: list[tuple[str, Moments | None]], by_layer: bool = True) -> Summary:
+def summarize(named: list[tuple[str, Moments | Totals | None]], by_layer: bool = True) -> Summary:
     """Return the statistics of parameters, grouped by the module that owns them; or of all of them
     alone.
     """
     if not by_layer:
         known = [m for _, m in named if m is not None]
         return Summary([], row("whole model", known) if known else None)
-    layers: dict[str, list[Moments]] = {}
+    layers: dict[str, list[Moments | Totals]] = {}
     for name, m in named:
         if m is not None:
             layers.setdefault(layer_of(name), []).append(m)

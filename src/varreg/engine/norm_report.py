@@ -20,9 +20,9 @@ class Sample:
     """One sample of a step."""
 
     batch: int
-    """Which `backward()` since gradients were cleared it came in, from 0."""
+    """The number of its `backward()` since gradients were cleared, from 0."""
     index: int
-    """Where it is in that batch."""
+    """Its position in that batch."""
     norm: float
     """n_i = |g_i|."""
     share: float
@@ -36,16 +36,18 @@ class Norms:
     n_i² = Σ_p g_ip². g_i is the gradient of the sample's own loss, as for `varreg.moments`: m·c_i
     for a loss that is a mean over the m samples of this process.
 
-    A sample's *share* of a step is n_i²/Σ n_j²: what it would have of the squared length of the
-    step if samples had unrelated directions.
+    A sample's *share* of a step is n_i²/Σ n_j²: its share of the squared length of the step, if the
+    directions of samples were unrelated.
     """
 
     values: Tensor
     """n_i of all samples since gradients were cleared, in the order in which they came."""
     batches: Tensor
-    """The batch that each came in, from 0: several with accumulation."""
+    """The number of each sample's batch, from 0; with gradient accumulation there are several
+    batches.
+    """
     indices: Tensor
-    """Where each is in its batch."""
+    """The position of each sample in its batch."""
     by_parameter: dict[str, Tensor]
     """n_i of each parameter alone, by its name."""
 
@@ -57,7 +59,9 @@ class Norms:
 
     @property
     def effective(self) -> float:
-        """Return (Σ n²)²/Σ n⁴: of how many equal samples the step is as good as made."""
+        """Return (Σ n²)²/Σ n⁴: the number of equal samples that would give the same
+        concentration.
+        """
         shares = self.shares
         return 1 / float(shares.square().sum()) if shares.any() else math.nan
 
@@ -145,8 +149,8 @@ def assemble(parameters: Iterable[tuple[Tensor, Ledger]]) -> Norms:
 
 
 def _is_cleared(p: Tensor, ledger: Ledger) -> bool:
-    """Return whether a gradient was cleared since its norms were kept. One that FSDP keeps until it
-    is reduced is not in `p.grad` yet.
+    """Return whether a gradient was cleared since its norms were recorded. A gradient that FSDP has
+    not reduced yet is not in `p.grad`, and counts as not cleared.
     """
     if p.grad is None:
         return not (ledger.is_sharded and ledger.count)
@@ -154,8 +158,8 @@ def _is_cleared(p: Tensor, ledger: Ledger) -> bool:
 
 
 def _batches(parts: list[Part]) -> dict[int, int]:
-    """Return the batch of each window, by its number. A second loss of the same forward is of the
-    same samples.
+    """Return the number of the batch of each window, by the number of the window. Windows of the
+    same forward have the same batch.
     """
     forwards: dict[int, frozenset[int]] = {}
     for part in parts:

@@ -1,4 +1,4 @@
-"""Squares that leave the range of float32, though gradients do not: sums in float64, and back.
+"""Gradients whose squares overflow or underflow float32: change the sums to float64, and back.
 
 ρ does not depend on the size of gradients, so it must not fail for 1e-20 or 1e25.
 """
@@ -34,8 +34,8 @@ def leaves_range(total: Tensor, square: Tensor) -> bool:
 def sums_in_range(
     ledger: Ledger, contribution: Contribution, total: Tensor, square: Tensor, again: Sequence[Any]
 ) -> Any:
-    """Return S and W of contributions; in float64 if squares in float32 leave its range. The ledger
-    notes which it is, for the next ones.
+    """Return S and W of contributions; in float64 if squares leave the range of float32. Note the
+    type in the ledger, for the next contributions.
     """
     if ledger.is_float64:
         largest = float(square.max()) if square.numel() else 0.0
@@ -49,8 +49,9 @@ def sums_in_range(
 
 
 def choose_precision(ledger: Ledger, m: Moments, SS: float, W: float) -> None:
-    """Let the next sums of a ledger be in float64 if squares leave the range, and in float32 if
-    they are back. S·S and ΣW are given: on a device, nobody looks before a step.
+    """Set the type of the next sums of a ledger: float64 if squares leave the range of float32,
+    float32 if they are inside again. S·S and ΣW are given by the step, which has fetched them from
+    the device.
     """
     square, usual = m.square, SMALLEST_SQUARE <= W <= LARGEST_SQUARE or SS == W == 0
     if ledger.is_float64 and not square.is_cpu:
@@ -60,8 +61,8 @@ def choose_precision(ledger: Ledger, m: Moments, SS: float, W: float) -> None:
 
 
 def with_unknown_squares(m: Moments) -> Moments:
-    """Return moments whose squares left the range of float32, in float64: nan where they are not
-    known any more.
+    """Return moments whose squares left the range of float32 in float64, with nan for the squares
+    that were lost.
     """
     known = (m.square >= torch.finfo(m.square.dtype).tiny) & m.square.isfinite() | (
         m.total == 0

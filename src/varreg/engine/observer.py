@@ -8,13 +8,21 @@ from torch.utils.hooks import RemovableHandle
 from varreg.engine import coverage, processes
 from varreg.engine.compiled.join import Graphs
 from varreg.engine.forward import Enter, Forward, Leave, make_traceable_call
+from varreg.engine.ledger import Ledger
 from varreg.engine.noise_summary import Summary, summarize
 from varreg.engine.norm_report import Norms, assemble
 from varreg.engine.observer_warnings import Notices
 from varreg.engine.parameters import Parameters, moments
 from varreg.engine.partition import Grouping
-from varreg.engine.refusals import check_model, check_norms, check_options, is_traceable_call
+from varreg.engine.refusals import (
+    check_model,
+    check_norms,
+    check_options,
+    check_per,
+    is_traceable_call,
+)
 from varreg.engine.sample_norms import Recorder
+from varreg.engine.totals_ledger import TotalsLedger
 from varreg.engine.trace.tracer import Tracer
 from varreg.engine.window import Window
 from varreg.errors import VarregError
@@ -28,6 +36,7 @@ def observe(
     batch_dim: int = 0,
     batch_norm: str = "refuse",
     norms: bool = False,
+    per: str = "element",
 ) -> Observer:
     """Measure the moments of the per-sample gradients of `model` in every later `backward()`.
 
@@ -45,6 +54,10 @@ def observe(
             contribution to the gradient, whose sum is the gradient.
         norms: Also store the norm of each sample's gradient, for `observer.norms()`. It cannot be
             combined with `groups`.
+        per: `"element"` keeps mean and variance of each element of a parameter. `"tensor"` and
+            `"model"` keep their sums over elements alone, which cost almost nothing:
+            `varreg.moments(p)` is then a `Totals`. `NoiseScale`, `AdaScale`, `summary()` and
+            optimizers with the same `per` need no more.
 
     Returns:
         The observer. Its `repr` is a table of the rule that measures each parameter. `remove()`, or
@@ -52,7 +65,7 @@ def observe(
         with the same options, its observer is returned: a cell of a notebook may be run twice.
 
     """
-    options = (groups, reduction, batch_dim, batch_norm, norms)
+    options = (groups, reduction, batch_dim, batch_norm, norms, per)
     known = _observer_of(model) if isinstance(model, nn.Module) else None
     if known is not None and known.options == options:
         return known
@@ -70,16 +83,19 @@ class Observer:
         batch_dim: int,
         batch_norm: str,
         norms: bool,
+        per: str,
     ):
         check_options(model, groups, reduction, batch_dim, batch_norm)
         check_norms(norms, groups)
+        check_per(per, groups)
         check_model(model, batch_norm, _is_observed)
-        self.options = (groups, reduction, batch_dim, batch_norm, norms)
+        self.options = (groups, reduction, batch_dim, batch_norm, norms, per)
         """The arguments of `observe`, without the model."""
         self.model, self.groups, self.reduction = model, groups, reduction
-        self.batch_dim, self.batch_norm = batch_dim, batch_norm
+        self.batch_dim, self.batch_norm, self.per = batch_dim, batch_norm, per
         self.grouping = Grouping(groups)
-        self.parameters = Parameters(model, reduction)
+        ledger_type = Ledger if per == "element" else TotalsLedger
+        self.parameters = Parameters(model, reduction, ledger_type)
         self.window = Window(self.parameters)
         if norms:
             self.parameters.record(Recorder(self.window))

@@ -6,7 +6,7 @@ import warnings
 
 
 class Notices:
-    """What an observer has warned of."""
+    """The warnings of an observer, each given once."""
 
     def __init__(self) -> None:
         self._given: set[str] = set()

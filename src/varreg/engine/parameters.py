@@ -13,11 +13,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from varreg.devices import has_float64
+from varreg import _torch
+from varreg.devices import has_float64, refuse_fake_mode
 from varreg.engine import deferred
 from varreg.engine.ledger import Ledger
 from varreg.engine.mean_variance import Moments
 from varreg.engine.number_range import leaves_range, with_unknown_squares
+from varreg.engine.totals import Totals
 from varreg.errors import VarregError
 from varreg.parallel.shards import is_sharded, like
 
@@ -28,11 +30,11 @@ Pairs = Callable[[nn.Module], list[tuple[Tensor, Tensor]]]
 class Parameters:
     """The parameters of one observed model, each with its ledger."""
 
-    def __init__(self, model: nn.Module, reduction: str):
+    def __init__(self, model: nn.Module, reduction: str, ledger_type: type[Ledger] = Ledger):
         self.model, self.reduction = model, reduction
         self.known: dict[int, tuple[Tensor, Ledger]] = {}  # by id
         self.module_names: dict[nn.Module, str] = {}
-        self.ledger_type: type[Ledger] = Ledger  # several processes have another one
+        self.ledger_type = ledger_type  # several processes have another one
         self.recorder: Any = None  # records the norms of samples, if norms=True
         self._pairs: Pairs | None = None
         # gathered parameters by id, each with the sharded one that it stands for
@@ -155,14 +157,13 @@ LEDGERS = Ledgers()
 """Every observed parameter's ledger."""
 
 
-def moments(p: Tensor) -> Moments | None:
+def moments(p: Tensor) -> Moments | Totals | None:
     """Return the moments of the per-sample gradients of parameter `p`, after `backward()`; None
     where nothing was observed: there was no backward since gradients were cleared, or no observer
-    has the parameter. `varreg.is_observed(p)` tells the one from the other.
+    has the parameter. `varreg.is_observed(p)` distinguishes these two cases.
 
-    They are sums over everything since the gradient was last cleared, as `p.grad` is, and are not
-    touched by what happens to `p.grad` after `backward()`: clipping or unscaling leaves them as
-    they were.
+    Like `p.grad`, they are sums over all samples since the gradient was last cleared. Changes of
+    `p.grad` after `backward()`, such as clipping or unscaling, do not change them.
 
     >>> import torch, varreg
     >>> layer = torch.nn.Linear(1, 1, bias=False)
@@ -179,12 +180,16 @@ def moments(p: Tensor) -> Moments | None:
     ledger = LEDGERS.get(p)
     if ledger is None:
         return None
+    if _torch.dispatch_modes():
+        refuse_fake_mode("moments()")
     if deferred.PENDING:
         deferred.fetch([])
     m = ledger.read(p)
     if m is None:
         warn_unmeasured([(p, ledger)])
         return None
+    if isinstance(m, Totals):
+        return m
     if leaves_range(m.total, m.square):
         if not ledger.is_float64:
             ledger.is_float64 = has_float64(m.square.device)

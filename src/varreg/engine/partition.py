@@ -42,7 +42,7 @@ class Grouping:
 
     @property
     def key(self) -> tuple[int | None, int, int]:
-        """Return what partitions depend on, beside the batch."""
+        """Return the options that partitions depend on, besides the batch."""
         return self.groups, self.rank, self.world
 
     def partition(self, batch: int) -> Partition:
@@ -59,5 +59,5 @@ class Grouping:
         return Partition(batch, min(groups, batch))
 
     def _share(self, groups: int) -> int:
-        """Return how many of the global batch's groups this process makes: one at least."""
+        """Return the number of groups of the global batch that this process makes, at least one."""
         return max(1, groups // self.world + (self.rank < groups % self.world))

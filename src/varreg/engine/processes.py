@@ -1,4 +1,4 @@
-"""The seam to other processes. Where there are none, nothing happens here, and `varreg.parallel` is
+"""The interface to other processes. In a single process it does nothing, and `varreg.parallel` is
 never imported.
 """
 

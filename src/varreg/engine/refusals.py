@@ -1,4 +1,6 @@
-"""What cannot be observed, and the errors that say what was seen, why not, and what to do."""
+"""Models and inputs that cannot be observed, and the errors that say what was found, why it is
+refused, and what to do.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from varreg import _torch
 from varreg.engine import deferred
 from varreg.engine.parameters import LEDGERS
+from varreg.engine.totals import PER
 from varreg.errors import MeasurementError, VarregError
 
 if TYPE_CHECKING:
@@ -73,6 +76,17 @@ def check_norms(norms: Any, groups: Any) -> None:
         raise VarregError(
             f"varreg: norms=True is for single samples, and groups={groups} adds them up. Leave "
             "groups out."
+        )
+
+
+def check_per(per: Any, groups: Any) -> None:
+    """Refuse an unknown `per`, and groups where sums over elements are kept."""
+    if per not in PER:
+        raise VarregError(f"varreg: per must be one of {', '.join(map(repr, PER))}; got {per!r}.")
+    if per != "element" and groups is not None:
+        raise VarregError(
+            f"varreg: per={per!r} measures single samples at almost no cost, and groups={groups} "
+            "would only make it less precise. Leave groups out."
         )
 
 
@@ -173,7 +187,9 @@ def derived_output_message(shape: tuple[int, ...], names: str) -> str:
 
 
 def refuse_transform(model: nn.Module) -> None:
-    """Refuse to run where something else than training runs the model: it would see our nodes."""
+    """Refuse to run if a transform, an export or a trace runs the model: it would record our
+    nodes.
+    """
     what = "a torch.func transform (grad, vmap, jvp)"
     if torch.compiler.is_exporting():
         what = "torch.export"

@@ -41,11 +41,12 @@ class Recorder:
     def __init__(self, window: Window):
         self.window = window
 
-    def record(self, ledger: Ledger, contribution: Contribution) -> None:
-        """Record |c_i|² of all uses of a parameter in the running backward."""
+    def record(self, ledger: Ledger, contribution: Contribution) -> Tensor:
+        """Record |c_i|² of all uses of a parameter in the running backward, and return them."""
         squares = from_chunks(contribution, True) if ledger.is_float64 else squared(contribution)
         part = Part(self.window.number, frozenset(ledger.arriving), widest(squares))
         ledger.norms.append(part)
+        return part.squares
 
 
 def from_chunks(c: Contribution, precise: bool = False) -> Tensor:

@@ -1,5 +1,5 @@
-"""Scripted functions in the code of a model: no mode sees them being called, and what they return
-may be a number.
+"""Scripted functions in the code of a model: no mode sees their calls, and they may return a
+number.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from varreg.thresholds import MOST_OBJECTS
 
 
 def calls_scripted(model: nn.Module) -> bool:
-    """Return whether the code of a model names a scripted function: that of its modules' forward,
-    of functions that they hold, and of functions that these name, as far as they are the user's.
+    """Return whether the code of a model names a scripted function. The search covers the forward
+    of its modules, functions that the modules hold, and functions that these name, if they are the
+    user's own.
     """
     if not _torch.has_scripted_functions():
         return False
@@ -38,7 +39,9 @@ def calls_scripted(model: nn.Module) -> bool:
 
 
 def _named(function: FunctionType) -> list[Any]:
-    """Return what a function names: globals, what its closure and defaults hold."""
+    """Return the objects that a function names: globals, and the contents of its closure and
+    defaults.
+    """
     names = {name for code in _codes(function.__code__) for name in code.co_names}
     cells = map(content, function.__closure__ or ())
     held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *cells]

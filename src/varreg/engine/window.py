@@ -207,7 +207,8 @@ def _refuse_unseen_gradient(p: Tensor, ledger: Ledger) -> None:
     Hooks on the parameter and reductions over ranks change `p.grad` on purpose: then there is no
     check.
     """
-    if p.grad is None or ledger.total is None or not ledger.is_complete or p._backward_hooks:
+    total = ledger.whole if ledger.sums_alone else ledger.total
+    if p.grad is None or total is None or not ledger.is_complete or p._backward_hooks:
         return
     if processes.are_several():
         return
@@ -215,7 +216,7 @@ def _refuse_unseen_gradient(p: Tensor, ledger: Ledger) -> None:
     if eps > COARSE and ledger.is_reused:
         # several uses may cancel in each sample, which the sums do not show: rounding has no bound
         return
-    total, grad = ledger.total, p.grad.to(ledger.total.dtype)
+    grad = p.grad.to(total.dtype)
     if total.is_cpu and torch.equal(total, grad):
         return  # the usual case, in one pass over both tensors
     gap, sizes = (total - grad).norm(), (grad.norm(), total.norm())

@@ -1,4 +1,4 @@
-"""Does it help? Data, models, training runs and comparisons. The core never imports this."""
+"""The lab: data, models, training runs and comparisons of optimizers. The core never imports it."""
 
 from varreg.lab.api import Compared, compare
 from varreg.lab.tasks import Split, Splits, Task

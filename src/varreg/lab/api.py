@@ -1,4 +1,6 @@
-"""The lab from Python: `varreg.lab.compare(…)`, what `varreg compare` does on the command line."""
+"""The lab from Python: `varreg.lab.compare(…)` does the same as `varreg compare` on the command
+line.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Compared:
-    """What a comparison came to. `print` it for the verdict."""
+    """The result of a comparison. `print` it for the verdict."""
 
     folder: Path
-    """Where its runs, its page (`report.html`) and its tables are."""
+    """The folder of its runs, its page (`report.html`) and its tables."""
     findings: dict[str, Any]
-    """All that the page says, in plain values: what `results.json` holds."""
+    """The contents of the page in plain values, as in `results.json`."""
 
     @property
     def arms(self) -> list[dict[str, Any]]:
@@ -34,7 +36,7 @@ class Compared:
 
     @property
     def page(self) -> Path:
-        """Return the page to look at."""
+        """Return the path of the page."""
         return self.folder / "report.html"
 
     def to_pandas(self, what: str = "runs") -> pd.DataFrame:
@@ -83,11 +85,11 @@ def compare(
     data_dir: str | Path | None = None,
     progress: bool = True,
 ) -> Compared:
-    """Compare optimizers fairly, as `varreg compare` does, and return what came out.
+    """Compare optimizers fairly, as `varreg compare` does, and return the result.
 
     Each run is a process of its own, which imports your file again. So a script that calls it does
-    so below `if __name__ == "__main__":`. The same call with the same folder goes on where it was;
-    with more seeds or trials, it extends what is there.
+    so below `if __name__ == "__main__":`. The same call with the same folder continues an
+    interrupted comparison; with more seeds or trials, it extends the comparison.
 
     Args:
         optimizers: Two or more, the base first, with options: `"VRSGD:momentum=0.9"`,
@@ -141,9 +143,10 @@ def compare(
 
 
 def spec_of(function: Callable[..., Task]) -> str:
-    """Return how a function is named to other processes: by the path of its file.
+    """Return a spec by which other processes can import a function: the path of its file, and its
+    name.
 
-    One that is not at the top of a file cannot be.
+    Raise a VarregError if the function is not at the top level of a file.
     """
     name = getattr(function, "__name__", "")
     path = inspect.getsourcefile(function) if inspect.isfunction(function) else None

@@ -1,4 +1,4 @@
-"""What is shown while something runs: live on a terminal, plain lines elsewhere."""
+"""Progress displays: live on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from varreg.lab import specs
 from varreg.lab.runs.config import Config
 
 PHASES = {"never": "tuning", "end": "judging", "epochs": "training"}
-"""What a run is for, by when it reads the test split."""
+"""The purpose of a run, by when it reads the test split."""
 
 
 def new_console(**options: Any) -> Console:
-    """Return a console that prints words as they are: no `:cancer:` becomes a picture, no `[x]` a
+    """Return a console that prints text unchanged: `:cancer:` does not become an emoji, nor `[x]` a
     style.
     """
     return Console(emoji=False, markup=False, highlight=False, **options)
 
 
 def title_of(config: Config) -> str:
-    """Return what a run is called on the terminal."""
+    """Return the name of a run on the terminal."""
     return f"{specs.spell(config.optimizer, config.options)} lr={config.lr:g} seed={config.seed}"
 
 
@@ -46,7 +46,7 @@ def _words(form: str, width: int | None = None) -> TextColumn:
 
 
 class _Bars(Progress):
-    """Bars, and below them what runs have warned of."""
+    """Progress bars, and the warnings of runs below them."""
 
     notes: tuple[str, ...] = ()
 
@@ -74,7 +74,7 @@ class RunsDisplay:
         self.configs: dict[str, Config] = {}
         self.over: set[str] = set()
         self.warnings: dict[str, list[str]] = {}
-        """What was warned of, and the runs that did."""
+        """Each warning, with the runs that gave it."""
 
     def __enter__(self) -> RunsDisplay:
         if self.live:
@@ -94,7 +94,7 @@ class RunsDisplay:
                 self.console.print(note)
 
     def planned(self, configs: list[Config], done: int) -> None:
-        """Show how many runs are there, and how many are to come."""
+        """Show the number of finished runs, and the number of runs to do."""
         self.done, self.total = done, max(self.total, done + len(configs))
         self.configs |= {config.name: config for config in configs}
         if self.live:
@@ -119,7 +119,7 @@ class RunsDisplay:
             )
 
     def _show_all(self) -> None:
-        """Show how many runs have ended, and what those that run are for."""
+        """Show the number of finished runs, and the purpose of the current ones."""
         assert self.live is not None
         running = [self.configs[name] for name in self.bars if name in self.configs]
         phases = sorted({PHASES[config.test] for config in running}, reverse=True)
@@ -127,7 +127,7 @@ class RunsDisplay:
         self.live.update(self.bars[""], completed=self.done, total=self.total, said=said)
 
     def warned(self, name: str, text: str) -> None:
-        """Show what a run warns of: below the bars on a terminal, and each warning once."""
+        """Show a warning of a run, each warning once; on a terminal, below the bars."""
         runs = self.warnings.setdefault(text, [])
         config = self.configs.get(name)
         runs.append(name if config is None else title_of(config))
@@ -169,8 +169,8 @@ class RunsDisplay:
 
 @contextlib.contextmanager
 def ended_parts(console: Console, total: int) -> Iterator[Callable[[str, float], None]]:
-    """Show parts that end one after the other; yield what is called with a part and its seconds,
-    which are 0 if it was there before.
+    """Show parts as they end. Yield a function to call with a part and its seconds, 0 for a part
+    that was saved before.
     """
     if not console.is_terminal:
         yield lambda name, seconds: print(
@@ -185,7 +185,8 @@ def ended_parts(console: Console, total: int) -> Iterator[Callable[[str, float],
 
 @contextlib.contextmanager
 def measured_parts(console: Console, total: int) -> Iterator[Callable[[str, float], None]]:
-    """Show parts that are measured; yield what is called with a part and the share that is done.
+    """Show parts as they are measured. Yield a function to call with a part and the share of it
+    that is done.
 
     The bar moves only when it is called, so that it takes no time from what is measured.
     """

@@ -1,4 +1,4 @@
-"""Where a result comes from: versions, commit, machine."""
+"""The environment of a result: versions, commit, machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    """Return the commit of varreg, where it runs from a clone; a + at the end says that files were
+    """Return the commit of varreg, if it runs from a clone; a + at the end means that files were
     changed since.
     """
 
@@ -71,13 +71,13 @@ def environment() -> dict[str, Any]:
 
 
 def device_name(device: str) -> str:
-    """Return what a device calls itself."""
+    """Return a device with the name of its hardware."""
     name = getattr(torch.get_device_module(device), "get_device_name", None)
     return device if name is None else f"{device} ({name(torch.device(device))})"
 
 
 def machine(device: str = "cpu") -> str:
-    """Return in a line, for people, what a measured time depends on."""
+    """Return one line of text with everything that a measured time depends on."""
     e = environment()
     threads = torch.get_num_threads()
     used = f"{threads} thread{'s' * (threads > 1)} on {e['cores']} core{'s' * (e['cores'] > 1)}"

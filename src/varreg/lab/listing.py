@@ -1,4 +1,4 @@
-"""`varreg list`: the tasks and optimizers that there are."""
+"""`varreg list`: the available tasks and optimizers."""
 
 from __future__ import annotations
 

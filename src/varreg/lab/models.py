@@ -17,7 +17,7 @@ def digits_cnn() -> nn.Module:
 
 def paper_cnn(width: int = 1) -> nn.Module:
     """Return two conv-pool-activation blocks and two dense layers, as in the paper's Fashion-MNIST
-    experiment; or so many times as wide.
+    experiment, with its width multiplied by a factor.
     """
     a, b, c = 20 * width, 50 * width, 500 * width
     return nn.Sequential(
@@ -56,8 +56,8 @@ def lenet() -> nn.Module:
 
 
 def mlp() -> nn.Module:
-    """Return three dense layers: much memory for little computation, where anything done per
-    parameter shows.
+    """Return three dense layers: much memory and little computation, so that any cost per parameter
+    shows.
     """
     return nn.Sequential(
         nn.Flatten(),

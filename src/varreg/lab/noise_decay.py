@@ -1,5 +1,5 @@
 """`NoiseDecay`: a learning rate that falls as the noise scale rises. An experiment of the lab: see
-docs/noise.md for what came out.
+docs/evidence/noise.md for what came out.
 """
 
 from __future__ import annotations

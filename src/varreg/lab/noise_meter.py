@@ -20,14 +20,14 @@ from varreg.lab.runs.run import Run
 from varreg.lab.tasks import lookup
 
 POINTS = 100
-"""Of the curve, at most."""
+"""The largest number of points of the curve."""
 FACTORS = (0.25, 1, 4, 16, 64)
-"""Batches that are planned unless others are given, relative to the one that was measured at."""
+"""The planned batch sizes by default, relative to the measured one."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is measured."""
+    """The arguments of `varreg noise`."""
 
     task: str
     optimizer: str = "SGD"
@@ -55,8 +55,8 @@ Curve = dict[str, list[float]]
 
 
 def measure(measurement: Measurement, data_dir: Path | None) -> tuple[varreg.NoiseScale, Curve]:
-    """Train, and return the noise scale at the end, with what it was on the way. Ctrl-C ends it
-    early.
+    """Train, and return the noise scale at the end, and its values during training. Ctrl-C ends the
+    training early.
     """
     run = Run(measurement.config(), data_dir=data_dir)
     run.observer = run.observer or run.observe()
@@ -84,8 +84,8 @@ def measure(measurement: Measurement, data_dir: Path | None) -> tuple[varreg.Noi
 
 
 def figure(curve: Curve) -> Figure:
-    """Draw the noise scale and its interval over steps; where it has no upper bound, from its lower
-    one on.
+    """Draw the noise scale and its interval over steps; an interval without an upper bound is open
+    at the top.
     """
     with mpl.rc_context(STYLE):
         made, (axes,) = new_figure(1, 3.4, 6.4)

@@ -1,4 +1,4 @@
-"""How a run trains, beside its optimizer: schedule, clipping, number of steps, AdaScale,
+"""The recipe of a run, besides its optimizer: schedule, clipping, number of steps, AdaScale,
 NoiseDecay, early stopping.
 
 On the command line these stand among the options of an optimizer, as in
@@ -24,15 +24,15 @@ class Recipe:
     """How a run trains. The defaults are a constant learning rate and nothing else."""
 
     schedule: str = "constant"
-    """What the learning rate does: constant, linear (to 0) or cosine (to 0)."""
+    """The schedule of the learning rate: constant, linear (to 0) or cosine (to 0)."""
     warmup: float = 0.0
     """The part of all steps in which it first rises from 0, linearly."""
     horizon: float = 1.0
-    """For how many times as many steps as there are the schedule is made: 1 is right."""
+    """The length of the schedule, as a multiple of the number of steps: usually 1."""
     clip: float = 0.0
     """The norm to which gradients are clipped; 0: they are not."""
     steps: int = 0
-    """How many steps there are; 0: as many as the epochs have."""
+    """The number of steps; 0: as many as the epochs have."""
     adascale: int = 0
     """The base batch of AdaScale around the optimizer; 0: without it. Epochs and steps are then
     those of the base.
@@ -48,7 +48,7 @@ class Recipe:
     evaluate: str = "epochs"
     """When: after every epoch and at the end, or only at the end."""
     augment: str = ""
-    """What is done to the images of a batch: crop, flip, crop+flip; nothing: the task's own."""
+    """The augmentation of the images of a batch: crop, flip, crop+flip; empty: the task's own."""
     device: str = "cpu"
     groups: int = 0
     """`groups` of `varreg.observe`; 0: exact."""
@@ -61,7 +61,7 @@ class Recipe:
         return not (self.steps or self.adascale) and self.evaluate == "epochs"
 
     def factor(self, step: float, total: float) -> float:
-        """Return what the learning rate is multiplied by at a step, counted from 0.
+        """Return the factor of the learning rate at a step, counted from 0.
 
         >>> Recipe("linear", warmup=0.2).factor(0, 10), Recipe("cosine").factor(5, 10)
         (0.5, 0.5)
@@ -77,9 +77,9 @@ class Recipe:
 
 
 def split(options: dict[str, Any], where: str) -> tuple[Recipe, dict[str, Any]]:
-    """Return the recipe that is among an optimizer's options, checked, and the other options.
+    """Split the options of an optimizer: return its recipe, checked, and the other options.
 
-    `where` is what errors speak of.
+    `where` names the optimizer in errors.
     """
     known = {field.name for field in fields(Recipe)}
     recipe = Recipe(**{key: value for key, value in options.items() if key in known})
@@ -88,7 +88,7 @@ def split(options: dict[str, Any], where: str) -> tuple[Recipe, dict[str, Any]]:
 
 
 def _check(recipe: Recipe, where: str) -> None:
-    """Raise where a recipe cannot be followed."""
+    """Raise a VarregError if a recipe has invalid values."""
     from varreg.lab.tasks.augmentation import AUGMENTATIONS
 
     choices = {"schedule": SCHEDULES, "evaluate": EVALUATE, "augment": ("", *AUGMENTATIONS)}

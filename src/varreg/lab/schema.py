@@ -1,7 +1,8 @@
-"""What saved files must hold. Each `…_fault` returns what is wrong, in words, or nothing.
+"""The contents that saved files must have. Each `…_fault` function returns a fault in words, or an
+empty text.
 
-A results folder may be damaged, of another version, or someone else's. Nothing that it names is
-imported, built or called: its values are compared with what varreg writes.
+A results folder may be damaged, of another version, or someone else's. Names in it are never
+imported, built or called: its values are only compared with what varreg writes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 RUNS = 1_000_000
-"""At most so many runs are planned because a file says so."""
+"""The largest number of runs that a file may ask for."""
 SPLITS = ("train", "valid", "test")
 EVALUATIONS = ("step", "seconds", *(f"{s}_{what}" for s in SPLITS for what in ("loss", "accuracy")))
 """The columns of a run's evaluations."""
@@ -20,7 +21,7 @@ SHOWN = ("varreg", "commit", "torch", "python", "processor", "cores")
 
 
 def kind(value: Any) -> str:
-    """Return what a value of JSON is called.
+    """Return the name of the type of a JSON value.
 
     >>> kind([1]), kind(None), kind("a")
     ('a list', 'nothing', 'text')
@@ -91,7 +92,9 @@ WORDS: dict[Check, str] = {
 
 
 def table_fault(value: Any, checks: Mapping[str, Check], only: bool = False) -> str:
-    """Return which key a table lacks, which value is of another kind, or which is not `only`."""
+    """Return the fault of a table: a missing key, a value of another type, or a key that is not
+    allowed (`only`).
+    """
     if not is_table(value):
         return kind(value)
     for key, check in checks.items():
@@ -105,7 +108,9 @@ def table_fault(value: Any, checks: Mapping[str, Check], only: bool = False) -> 
 
 
 def columns_fault(table: Mapping[str, Any], what: str) -> str:
-    """Return which column is no list of numbers, or of another length than the others."""
+    """Return the fault of columns: one is not a list of numbers, or has another length than the
+    others.
+    """
     for key, values in table.items():
         if not is_numbers(values):
             return f"{kind(values)} for {what} {key!r}, which must be a list of numbers"
@@ -153,8 +158,8 @@ def record_fault(value: Any) -> str:
 
 
 def result_fault(value: Any, epochs: int | None) -> str:
-    """Return what is wrong with the result of a run of so many epochs; None: evaluated at other
-    times.
+    """Return the fault of the result of a run with this number of epochs; None: it was evaluated at
+    other times.
     """
     if fault := table_fault(value, _RESULT) or record_fault(value):
         return fault
@@ -193,7 +198,9 @@ def environment_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return which keys differ, as `lr: 0.1 there, 0.3 asked for`; nothing where none does."""
+    """Return the keys that differ, as `lr: 0.1 there, 0.3 asked for`; an empty text if none
+    does.
+    """
     keys: Sequence[str] = list({**now, **was})
     none = "nothing"
     return "; ".join(

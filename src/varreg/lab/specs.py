@@ -1,4 +1,4 @@
-"""Specs, what the command line calls things by: `name:option=value,option=value`, or for a user's
+"""Specs: names with options on the command line, `name:option=value,option=value`, or for a user's
 own objects `package.module:name,option=value`.
 """
 
@@ -22,7 +22,7 @@ from varreg.errors import VarregError
 def parse(spec: str) -> tuple[str, dict[str, Any]]:
     """Split a spec into its name and its options.
 
-    Values are read as Python's where they are such, and are words otherwise.
+    Values are parsed as Python literals if possible, and are text otherwise.
 
     >>> parse("VRSGD:momentum=0.9,history=geometric,nesterov=True")
     ('VRSGD', {'momentum': 0.9, 'history': 'geometric', 'nesterov': True})
@@ -73,7 +73,7 @@ def spell(name: str, options: dict[str, Any]) -> str:
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> VarregError:
-    """Return an error that lists what there is, and names the nearest."""
+    """Return an error that lists the known names, and suggests the nearest."""
     known = list(known)
     lower = {k.lower(): k for k in known}
     near = difflib.get_close_matches(name.lower(), lower, 1)
@@ -82,8 +82,8 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> VarregError:
 
 
 def import_name(module: str, name: str, hint: str = "") -> Any:
-    """Import what is called `name` in a module, which may lie in the current folder, or in the file
-    of a path that ends in `.py`.
+    """Import `name` from a module, which may be in the current folder, or from a file if the path
+    ends in `.py`.
     """
     try:
         is_path = module.endswith(".py")
@@ -123,7 +123,8 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def resolve(spec: str, argument: str) -> tuple[Any, dict[str, Any]]:
-    """Import what `package.module:name,option=value` names; return it and its options.
+    """Import the object that `package.module:name,option=value` names; return the object and the
+    options.
 
     `argument` is the one of the command line that errors speak of.
     """
@@ -150,7 +151,7 @@ def is_module(text: str) -> bool:
 
 
 def refuse_options(options: dict[str, Any], taker: str) -> None:
-    """Raise if there are options where nothing takes them."""
+    """Raise a VarregError if options are given to something that takes none."""
     if options:
         raise VarregError(f"varreg: {taker} takes no options; got {', '.join(options)}.")
 

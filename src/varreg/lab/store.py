@@ -1,4 +1,6 @@
-"""Files of a run: written whole or not at all, so that a run can be killed at any moment."""
+"""Write and read the files of a run. A file is written completely or not at all, so that a run can
+be killed at any moment.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ os.umask(_UMASK)  # there is no other way to ask for it
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all: into a temporary one in the same folder, through to the
-    disk, and then under its name.
+    """Write a file completely or not at all: write a temporary file in the same folder, flush it to
+    the disk, and rename it.
     """
     with tempfile.NamedTemporaryFile(
         dir=path.parent, prefix=f".{path.name}.", delete=False
@@ -57,10 +59,10 @@ def json_of(value: Any) -> bytes:
 
 
 def read_json(path: Path, remedy: str = "Restore it.") -> Any:
-    """Read what `write_json` wrote; raise a `DamagedError` that ends with the remedy where it is
-    something else.
+    """Return the value that `write_json` wrote. Raise a `DamagedError` that ends with the remedy if
+    the file has other contents.
 
-    Text comes back as `printable` has it: it goes to terminals and pages.
+    Text passes through `printable`, since it is shown on terminals and pages.
     """
     try:
         return _from_json(json.loads(_content(path).decode("utf-8")))
@@ -72,7 +74,9 @@ def read_json(path: Path, remedy: str = "Restore it.") -> Any:
 
 
 def _content(path: Path) -> bytes:
-    """Return all of a regular file. To open anything else, a pipe say, might never end."""
+    """Return the content of a regular file. Opening anything else, such as a pipe, might block
+    forever.
+    """
     if not path.is_file():
         raise OSError("a folder" if path.is_dir() else "no regular file")
     return path.read_bytes()
@@ -84,18 +88,21 @@ def _is_empty(path: Path) -> bool:
 
 
 class DamagedError(VarregError):
-    """A file is not what varreg wrote: cut short, changed, or of something else."""
+    """A file does not have the contents that varreg wrote: it is truncated, changed, or another
+    kind of file.
+    """
 
 
 def damaged(path: Path, expected: str, came: str, remedy: str) -> DamagedError:
-    """Return the error that names a file, what was expected of it, what came, and what to do."""
+    """Return the error that names a file, its expected and its actual contents, and what to do."""
     came = printable(came).rstrip(".")
     said = f"is not what this version of varreg writes: expected {expected}; got {came}"
     return DamagedError(f"varreg: {path} {said}. {remedy}")
 
 
 def printable(text: str) -> str:
-    r"""Return the text with escapes in place of what would steer a terminal or break a page.
+    r"""Return the text with escapes in place of characters that would control a terminal or break a
+    page.
 
     >>> print(printable("a\x1b[31mb\ud800"))
     a\x1b[31mb\ud800
@@ -161,11 +168,11 @@ def write_tensors(path: Path, value: Any) -> None:
 
 
 def read_tensors(path: Path, remedy: str) -> Any:
-    """Read what `write_tensors` wrote, to the bit; raise a `DamagedError` that ends with the remedy
-    where it is something else.
+    """Return the tensors that `write_tensors` wrote. Raise a `DamagedError` that ends with the
+    remedy if any bit of the file differs.
 
-    `torch.load` does not compare checksums, so that a flipped bit would pass: they are compared
-    here.
+    `torch.load` does not compare checksums and would accept a flipped bit; this function compares
+    them.
     """
     expected = "a whole archive of torch"
     try:
@@ -192,13 +199,15 @@ def _first_line(error: Exception) -> str:
 
 
 class BusyError(VarregError):
-    """Another process is at work there."""
+    """Another process works on the same folder."""
 
 
 @contextlib.contextmanager
 def alone(folder: Path, what: str, patience: float | None = None) -> Iterator[None]:
-    """Let no other process work on a folder. A lock ends with its process, however that ends."""
-    check_inside(folder, folder / ".lock")  # to lock is to empty the file
+    """Lock a folder inside of the `with` block, so that no other process works on it. The lock ends
+    with its process, in any case.
+    """
+    check_inside(folder, folder / ".lock")  # locking empties the file
     try:
         with filelock.FileLock(
             folder / ".lock", timeout=PATIENCE if patience is None else patience
@@ -211,13 +220,13 @@ def alone(folder: Path, what: str, patience: float | None = None) -> Iterator[No
 
 
 def sweep(folder: Path) -> None:
-    """Remove what a killed process left half-written."""
+    """Remove temporary files that a killed process left."""
     for left in folder.glob(".*.*"):
         left.unlink(missing_ok=True)
 
 
 def check_writable(folder: Path) -> None:
-    """Raise, before hours of work, if results cannot be kept here."""
+    """Raise a VarregError if results cannot be written to a folder, before hours of work."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

@@ -1,4 +1,4 @@
-"""Where an error comes from a user's own code: its traceback, from there on."""
+"""Errors in a user's own code: return the part of the traceback in that code."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _NOT_THEIRS = (
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return the traceback of what an error was raised from, without what called the user's code;
-    nothing where none of it is the user's.
+    """Return the traceback of the cause of an error, from the user's code on; an empty text if no
+    frame is the user's.
     """
     cause = error.__cause__
     trace = None if cause is None else cause.__traceback__

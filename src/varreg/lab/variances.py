@@ -1,5 +1,5 @@
-"""σ² as it was in real training: a run of plain SGD, watched; and, where it ended, what v² of a
-batch says about the error of that batch.
+"""Record σ² in real training: run plain SGD and measure; at its end, measure how v² of a batch
+relates to the error of that batch.
 
 `python -m varreg.lab.variances` records the series that ship with varreg, from the paper's two
 tasks, as small files for `varreg theory`.
@@ -23,8 +23,8 @@ from varreg.lab.runs.run import Run
 
 
 class Recorded(NamedTuple):
-    """A series that ships with varreg: SGD with this learning rate learns in so many epochs, and
-    every step whose number `every` divides is kept.
+    """A series that ships with varreg: SGD with this learning rate and number of epochs; every
+    `every`-th step is kept.
     """
 
     task: str
@@ -78,8 +78,8 @@ def record(series: Recorded, elements: int = ELEMENTS, seed: int = 0) -> tuple[C
 
 
 def at_fixed_parameters(run: Run, count: int = BATCHES) -> Columns:
-    """Return, with the parameters held where they are, of many batches Σv², |ḡ|², the squared error
-    |ḡ − g|² and the progress ḡ·g/|g|².
+    """Return Σv², |ḡ|², the squared error |ḡ − g|² and the progress ḡ·g/|g|² of many batches at
+    fixed parameters.
 
     g is the gradient of all samples.
     """
@@ -107,7 +107,7 @@ def at_fixed_parameters(run: Run, count: int = BATCHES) -> Columns:
 
 
 def write(path: Path, columns: Columns) -> None:
-    """Write four digits, which are more than matter; the same bytes whenever the numbers are."""
+    """Write a series with four digits. Equal numbers give the same bytes."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)

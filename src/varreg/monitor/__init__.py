@@ -1,4 +1,4 @@
-"""What training does, while it does it: a page that people keep open, and its data."""
+"""A live page about a running training, and its data."""
 
 from varreg.monitor.journal import Journal, read
 from varreg.monitor.monitor import Monitor

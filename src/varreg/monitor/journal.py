@@ -86,10 +86,16 @@ class Journal:
     """A file to which each line is appended by one write."""
 
     def __init__(self, path: Path, *, resume: bool = True):
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        path.touch()
-        self._file = os.open(path, os.O_RDWR | os.O_APPEND | getattr(os, "O_BINARY", 0))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+            self._file = os.open(path, os.O_RDWR | os.O_APPEND | getattr(os, "O_BINARY", 0))
+        except OSError as error:
+            raise VarregError(
+                f"varreg: a Monitor cannot write to {path} ({error.strerror}). Choose a folder in "
+                "which you may write."
+            ) from error
         try:
             if not resume:
                 os.ftruncate(self._file, 0)
@@ -124,6 +130,10 @@ def read(path: str | os.PathLike[str]) -> Log:
 
     `log.records` has the numbers of every record, `log.layers` the names of layers.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise VarregError(
+            f"varreg: read expects the path of a Monitor, or of its file; got {path!r:.60}."
+        )
     return _parse(data_path(Path(path)))[0]
 
 
@@ -148,10 +158,10 @@ def _parse(path: Path, most: int | None = None) -> tuple[Log, int]:
     """Return the contents of a file, and the position of the end of its last complete line."""
     try:
         content = path.read_bytes()
-    except FileNotFoundError:
-        raise VarregError(
-            f"varreg: there is no {path}. Use the same path as for the Monitor."
-        ) from None
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError)
+        said = f"there is no {path}" if missing else f"cannot read {path} ({error.strerror})"
+        raise VarregError(f"varreg: {said}. Use the same path as for the Monitor.") from error
     log, end = Log(most=most), content.rfind(b"\n") + 1
     lines = content[:end].splitlines() or [content][: len(content)]
     number, line = 0, b""

@@ -27,9 +27,10 @@ def of_noise(observer: Observer, noise: NoiseScale, layers: bool) -> Numbers:
     latest, m = noise.latest, noise.batch
     trace, signal = latest.sum(0).tolist()
     out: Numbers = {"batch": m, **sizes(trace, signal, m)}
-    parts = [moments(p) for p, _ in observer.parameters if p.requires_grad]
-    out["gsnr"] = gauges.gsnr(parts)
-    out["evidence"] = 1 - m * out["gsnr"]
+    if observer.per == "element":
+        parts = [moments(p) for p, _ in observer.parameters if p.requires_grad]
+        out["gsnr"] = gauges.gsnr(parts)
+        out["evidence"] = 1 - m * out["gsnr"]
     model = noise.model
     out["noise_scale"] = model.value
     out["noise_scale_low"], out["noise_scale_high"] = model.interval

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from varreg.engine.observer import Observer
+from varreg.errors import VarregError
 from varreg.monitor.journal import page_path, read
 from varreg.monitor.measured_step import Numbers
 from varreg.monitor.publisher import Publisher
@@ -74,10 +75,12 @@ class Monitor:
         resume: bool = True,
         title: str | None = None,
     ):
+        _check(path, resume, title)
         self.recorder = Recorder(
             observer, optimizer, self._write, every=every, layers=layers, window=window
         )
         self.path, self.title = Path(path), title
+        self._closed = False
         self._publisher: Publisher | None = None
         if rank() == 0:
             self._publisher = Publisher(self.path, resume)
@@ -104,15 +107,18 @@ class Monitor:
         """Count a step, and record it if a record is due. Call it after `optimizer.step()`, before
         gradients are cleared. It reads a loss tensor only if a record is due.
         """
+        _check_open(self)
         self.recorder.step(loss)
 
     def close(self, reason: str = "ended") -> None:
         """End the monitor: write the page a last time. The page then stops refreshing itself."""
         self.recorder.detach()
+        self._closed = True
         if self._publisher is not None and self._end.detach():
             self._publisher.end(reason)
 
     def __enter__(self) -> Monitor:
+        _check_open(self)
         self.recorder.attach()
         return self
 
@@ -154,7 +160,8 @@ class Monitor:
                 "varreg.monitor.read(path).records has the same numbers."
             ) from error
         log = read(self.path)
-        return pd.DataFrame([_flat(r, log.layers) for r in log.records]).set_index("step")
+        rows = [_flat(r, log.layers) for r in log.records]
+        return pd.DataFrame(rows, columns=None if rows else ["step"]).set_index("step")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint. A run that resumes drops the records after it."""
@@ -162,12 +169,13 @@ class Monitor:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint, and drop the later records in the file."""
+        _check_open(self)
         self.recorder.load_state_dict(state)
         if self._publisher is not None:
             self._publisher.start(self.recorder, self.title)
 
     def __repr__(self) -> str:
-        status = "running" if self._publisher is None or self._end.alive else "ended"
+        status = "running" if _is_open(self) else "ended"
         steps, records = self.recorder.steps, self.recorder.pace.records
         return f"Monitor({steps:,} steps, {records:,} records, {status}: {self.page})"
 
@@ -176,6 +184,34 @@ class Monitor:
         assert publisher is not None
         publisher.status = {"every": pace.every, "share": round(pace.spent_share, 5)}
         publisher.record(values, self.recorder.layer_names)
+
+
+def _is_open(monitor: Monitor) -> bool:
+    """Return whether a monitor still records: neither closed, nor replaced by another."""
+    publisher = monitor._publisher
+    return not monitor._closed and (publisher is None or publisher.is_open)
+
+
+def _check_open(monitor: Monitor) -> None:
+    """Raise a VarregError if a monitor does not record any more."""
+    if not _is_open(monitor):
+        raise VarregError(
+            f"varreg: this Monitor of {monitor.page} was closed, or another one with the same path "
+            "took its place. Make a new one: it continues after the records that are there."
+        )
+
+
+def _check(path: Any, resume: Any, title: Any) -> None:
+    """Raise a VarregError if one of these arguments is of another type."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise VarregError(
+            "varreg: Monitor expects the path of a folder, or of a page that ends with .html; got "
+            f"{type(path).__name__}."
+        )
+    if not isinstance(resume, bool):
+        raise VarregError(f"varreg: resume must be True or False; got {resume!r}.")
+    if title is not None and not isinstance(title, str):
+        raise VarregError(f"varreg: title must be a string or None; got {title!r}.")
 
 
 def _flat(record: Numbers, layers: list[str]) -> Numbers:

@@ -44,6 +44,11 @@ class Publisher:
         self._refresh = PAGE_SECONDS
         self._warned = False
 
+    @property
+    def is_open(self) -> bool:
+        """Return whether it still writes: it did not end, and no other took its place."""
+        return _OPEN.get(self._key) is self
+
     def start(self, recorder: Recorder, title: str | None) -> None:
         """Begin a session."""
         self._id = uuid.uuid4().hex[:8]
@@ -100,7 +105,7 @@ class Publisher:
 
     def end(self, reason: str) -> None:
         """End the session."""
-        if _OPEN.get(self._key) is not self or os.getpid() != self._process:
+        if not self.is_open or os.getpid() != self._process:
             return  # another monitor replaced it, or this process is a fork
         del _OPEN[self._key]
         try:

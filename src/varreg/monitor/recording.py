@@ -47,9 +47,16 @@ class Recorder:
         layers: bool = False,
         window: int = WINDOW,
     ):
-        self.noise = NoiseScale(observer, window=window)  # it checks both arguments
+        if not isinstance(observer, Observer):
+            raise VarregError(
+                "varreg: a monitor expects the observer that varreg.observe(model) returns, got "
+                f"{type(observer).__name__}."
+            )
+        if not isinstance(layers, bool):
+            raise VarregError(f"varreg: layers must be True or False; got {layers!r:.60}.")
+        self.noise = NoiseScale(observer, window=window)
         self.observer, self.optimizer, self.sink = observer, unwrapped(optimizer), sink
-        self.layers, self.pace = bool(layers), Pace(every)
+        self.layers, self.pace = layers, Pace(every)
         self.steps = 0
         """The number of steps so far."""
         self._pending: Numbers | None = None  # the measured step, whose loss may still follow

@@ -14,7 +14,8 @@ from varreg.native.reductions import (
     pixels,
     rows,
 )
-from varreg.native.step import compare, l1, lambdas, repeat, serves, update, variance
+from varreg.native.spread import lengths, single
+from varreg.native.step import compare, l1, lambdas, repeat, serves, update, variance, whole
 
 __all__ = [
     "KNOWS_SINGLE_ROWS",
@@ -24,6 +25,7 @@ __all__ = [
     "l1",
     "lambdas",
     "layer_sums",
+    "lengths",
     "lookup",
     "norm_channels",
     "norm_rows",
@@ -33,9 +35,11 @@ __all__ = [
     "repeat",
     "rows",
     "serves",
+    "single",
     "status",
     "sums",
     "total",
     "update",
     "variance",
+    "whole",
 ]

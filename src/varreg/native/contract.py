@@ -10,7 +10,16 @@ from __future__ import annotations
 import ctypes
 from enum import IntEnum
 
-from varreg.thresholds import BLOCK, LARGEST_HISTORY, RECENT
+from varreg.thresholds import (
+    BLOCK,
+    LARGEST_HISTORY,
+    LARGEST_SQUARE,
+    PARALLEL,
+    RECENT,
+    SMALLEST_SQUARE,
+    TOGETHER,
+    WORTH_THREADS,
+)
 
 
 class History(IntEnum):
@@ -58,6 +67,8 @@ class Task(ctypes.Structure):
         *_fields(ctypes.c_double, "keep_N keep_C keep_V take_N take_C take_V"),
         *_fields(ctypes.c_double, "sign decay mu again"),
         *_fields(ctypes.c_double, "unbias_n unbias_p eps known"),
+        *_fields(ctypes.c_int64, "is_left"),
+        *_fields(ctypes.c_double, "most precision take"),
     )
 
 
@@ -79,6 +90,11 @@ def header() -> str:
         f"#define BLOCK {BLOCK}",
         f"#define LARGEST_HISTORY ((REAL){LARGEST_HISTORY!r})",
         f"#define RECENT {RECENT!r}",
+        f"#define SMALLEST_SQUARE {SMALLEST_SQUARE!r}",
+        f"#define LARGEST_SQUARE {LARGEST_SQUARE!r}",
+        f"#define PARALLEL {PARALLEL!r}",
+        f"#define TOGETHER {TOGETHER}",
+        f"#define WORTH_THREADS {WORTH_THREADS}",
     ]
     for enum in ENUMS:
         prefix = enum.__name__.upper()

@@ -121,7 +121,7 @@ static void NAME(pack)(const Convolution *s, const NAME(plan) *p, int64_t image,
 /* A panel: some vectors of one tap, at every output pixel. Where they are in a packed image, and in
    S. */
 typedef struct {
-    int64_t place, in_sums, nv;
+    int64_t place, in_sums, nv, valid; /* numbers of a tap in it */
 } NAME(panel);
 
 static inline NAME(panel)
@@ -129,7 +129,9 @@ static inline NAME(panel)
     int64_t column = number * NV * LANES, left = p->padded / LANES - number * NV;
     int64_t ky = s->dx == 1 ? tap : tap / s->kw, kx = s->dx == 1 ? 0 : tap % s->kw;
     NAME(panel) panel = {(p->joined ? 0 : (ky * s->dy * p->frame_w + kx * s->dx) * s->c) + column,
-                         tap * p->padded + column, left < NV ? left : NV};
+                         tap * p->padded + column, left < NV ? left : NV,
+                         (p->joined ? p->taps * p->width : p->width) - column};
+    if (panel.valid > panel.nv * LANES) panel.valid = panel.nv * LANES;
     return panel;
 }
 
@@ -143,17 +145,20 @@ static inline NAME(lines) NAME(lines_of)(const Convolution *s, const NAME(plan) 
 static inline void NAME(block)(const Convolution *s, const NAME(plan) *p, const NAME(panel) *panel,
                                int64_t k, int64_t units, int64_t n, const REAL *b,
                                const NAME(lines) *at, const REAL *deltas, REAL *S, REAL *W,
-                               REAL share) {
+                               double *spread, REAL share) {
     int64_t from = NAME(begin)(k, s->o), mr = NAME(begin)(k + 1, s->o) - from,
             place = from * p->ld + panel->in_sums;
-    NAME(tiles)[mr - 1][panel->nv - 1](units, n, deltas + units * n * p->r * from, b, at, S + place,
-                                       W + place, p->ld, share);
+    NAME(tiles)[mr - 1][panel->nv - 1][!!spread](units, n, deltas + units * n * p->r * from, b, at,
+                                                 S + place, spread ? (void *)spread : W + place,
+                                                 p->ld, panel->valid, share);
 }
 
 /* One part. Returns how much scratch memory it needs, in numbers; without any, it does nothing
-   else. `bias` is [images, wide]. */
+   else. `bias` is [images, wide]. Without W, each thread has its part of the sum of W in `spread`.
+ */
 static int64_t NAME(part)(const Convolution *s, const REAL *x, const REAL *delta, REAL *S, REAL *W,
-                          REAL *bias, REAL *scratch, int64_t wide, int threads) {
+                          REAL *bias, REAL *scratch, double *spread, int64_t wide, int threads) {
+    const int64_t both = spread ? 1 : 2; /* sums: S and W, or S */
     const NAME(plan) p = NAME(plan_of)(s, threads);
     const NAME(groups) all = {s->groups, s->images / s->per / s->groups,
                               s->images / s->per % s->groups};
@@ -163,7 +168,7 @@ static int64_t NAME(part)(const Convolution *s, const REAL *x, const REAL *delta
     /* of each thread: to join taps, to copy a panel */
     const int64_t frame =
         (p.joined ? p.frame : 0) + (p.shared ? most * p.r * NV * LANES : 0) + slack;
-    const int64_t rooms = p.shared ? 1 : threads, each = (p.shared ? 2 : 4) * own,
+    const int64_t rooms = p.shared ? 1 : threads, each = (p.shared ? both : 2 * both) * own,
                   sums = each * rooms;
     const int64_t needs = sums + rooms * room + threads * frame;
     if (!scratch) return needs;
@@ -178,6 +183,7 @@ static int64_t NAME(part)(const Convolution *s, const REAL *x, const REAL *delta
             REAL *images = scratch + sums, *deltas = images + count * p.image + slack;
 #pragma omp parallel num_threads(threads)
             {
+                double squares = 0;
 #pragma omp for schedule(static)
                 for (int64_t k = 0; k < count; k++)
                     NAME(pack)(s, &p, run.start * s->per + k, x, delta, bias, wide,
@@ -201,8 +207,10 @@ static int64_t NAME(part)(const Convolution *s, const REAL *x, const REAL *delta
                                            NV * LANES, lines.inner, panel.nv * LANES);
                     last = work / blocks;
                     NAME(block)(s, &p, &panel, work % blocks, units, n, copy, &copied, deltas,
-                                scratch, scratch + own, (REAL)1 / (REAL)run.n);
+                                scratch, scratch + own, spread ? &squares : 0,
+                                (REAL)1 / (REAL)run.n);
                 }
+                if (spread) spread[THREAD] += squares;
             }
             first = run.end;
         }
@@ -212,8 +220,9 @@ static int64_t NAME(part)(const Convolution *s, const REAL *x, const REAL *delta
         const int64_t others = (all.count - all.larger + p.at_once - 1) / p.at_once;
 #pragma omp parallel num_threads(threads)
         {
-            REAL *images = scratch + sums + THREAD * room, *all_sums = scratch + THREAD * 4 * own,
-                 *some = all_sums + 2 * own;
+            REAL *images = scratch + sums + THREAD * room, *all_sums = scratch + THREAD * each,
+                 *some = all_sums + both * own;
+            double squares = 0;
             int64_t since = 0; /* groups that are in `some`, and not in `all_sums` yet */
 #pragma omp for schedule(dynamic) nowait
             for (int64_t piece = 0; piece < pieces + others; piece++) {
@@ -230,25 +239,27 @@ static int64_t NAME(part)(const Convolution *s, const REAL *x, const REAL *delta
                     const NAME(panel) panel = NAME(panel_of)(s, &p, work / panels, work % panels);
                     for (int64_t k = 0; k < blocks; k++)
                         NAME(block)(s, &p, &panel, k, units, n, images + panel.place, &lines,
-                                    deltas, some, some + own, (REAL)1 / (REAL)run.n);
+                                    deltas, some, some + own, spread ? &squares : 0,
+                                    (REAL)1 / (REAL)run.n);
                 }
                 since += units;
                 if (since >= FEW) {
-                    NAME(fold)(all_sums, some, 2 * own);
+                    NAME(fold)(all_sums, some, both * own);
                     since = 0;
                 }
             }
-            NAME(fold)(all_sums, some, 2 * own);
+            NAME(fold)(all_sums, some, both * own);
+            if (spread) spread[THREAD] += squares;
         }
     }
     /* from [o, taps, places of a tap, c] to [o, c, kh, kw] */
     const int64_t step = p.joined ? p.width : p.padded, places = s->kh * s->kw;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t o = 0; o < s->o; o++)
-        for (int both = 0; both < 2; both++) {
-            REAL *sum = scratch + both * own + o * p.ld, *to = (both ? W : S) + o * s->c * places;
+        for (int k = 0; k < both; k++) {
+            REAL *sum = scratch + k * own + o * p.ld, *to = (k ? W : S) + o * s->c * places;
             for (int64_t t = 1; t < rooms; t++)
-                for (int64_t k = 0; k < p.ld; k++) sum[k] += sum[t * each + k];
+                for (int64_t j = 0; j < p.ld; j++) sum[j] += sum[t * each + j];
             for (int64_t tap = 0; tap < p.taps; tap++)
                 NAME(transpose)(sum + tap * step, s->c, to + tap * (places / p.taps), places,
                                 places / p.taps, s->c);
@@ -256,19 +267,19 @@ static int64_t NAME(part)(const Convolution *s, const REAL *x, const REAL *delta
     return needs;
 }
 
-void NAME(conv)(const REAL *x, const REAL *delta, REAL *S, REAL *W, REAL *bias, REAL *scratch,
-                Convolution *whole, int threads) {
+static void NAME(conv_of)(const REAL *x, const REAL *delta, REAL *S, REAL *W, REAL *bias,
+                          REAL *scratch, double *spread, Convolution *whole, int threads) {
     Convolution s = *whole;
     s.c /= s.parts;
     s.o /= s.parts;
     const int64_t sums = s.images * whole->o, weights = s.o * s.c * s.kh * s.kw;
     if (!scratch) {
-        whole->scratch = sums + NAME(part)(&s, x, delta, S, W, bias, scratch, whole->o, threads);
+        whole->scratch = sums + NAME(part)(&s, x, delta, S, W, bias, scratch, 0, whole->o, threads);
         return;
     }
     for (int64_t k = 0; k < s.parts; k++)
         NAME(part)(&s, x + k * s.c * s.x_channel, delta + k * s.o * s.d_channel, S + k * weights,
-                   W + k * weights, bias ? scratch + k * s.o : 0, scratch + sums, whole->o,
-                   threads);
+                   W ? W + k * weights : 0, bias ? scratch + k * s.o : 0, scratch + sums, spread,
+                   whole->o, threads);
     if (bias) NAME(bias)(scratch, bias, s.images / s.per, s.per, s.groups, whole->o);
 }

@@ -4,7 +4,10 @@
    samples of r rows (time steps, pixels), o output and i input features.
 
    A tile is MR output features times NV vectors of input features. delta comes packed, so that the
-   MR numbers of a row lie side by side. */
+   MR numbers of a row lie side by side.
+
+   Where the sum of all elements of W is wanted alone, a tile adds that to one number in double
+   precision: no W exists. Of a row, `valid` numbers count. */
 
 /* Where the rows of one sample's input features are: `outer` times `inner` of them (a convolution's
    output lines, and the pixels of a line). */
@@ -14,11 +17,12 @@ typedef struct {
 
 #define UNROLL _Pragma("GCC unroll 12")
 static inline __attribute__((always_inline)) void
-NAME(tile)(const int mr, const int nv, int64_t units, int64_t n, const REAL *a, const REAL *b,
-           const NAME(lines) *at, REAL *restrict S, REAL *restrict W, int64_t ld, REAL share) {
+NAME(tile)(const int mr, const int nv, const int alone, int64_t units, int64_t n, const REAL *a,
+           const REAL *b, const NAME(lines) *at, REAL *restrict S, void *restrict W, int64_t ld,
+           int64_t valid, REAL share) {
     /* of a few at a time: one addition after the other would drift */
     for (int64_t first = 0; first < units; first += FEW) {
-        NAME(vec) total[MR][NV], square[MR][NV];
+        NAME(vec) total[MR][NV], square[MR][NV], all[NV] = {{0}};
         UNROLL for (int m = 0; m < mr; m++)
             UNROLL for (int v = 0; v < nv; v++) total[m][v] = square[m][v] = (NAME(vec)){0};
         for (int64_t u = first; u < units && u < first + FEW; u++) {
@@ -38,41 +42,47 @@ NAME(tile)(const int mr, const int nv, int64_t units, int64_t n, const REAL *a, 
             UNROLL for (int m = 0; m < mr; m++)
                 UNROLL for (int v = 0; v < nv; v++) {
                     total[m][v] += c[m][v];
-                    square[m][v] += c[m][v] * c[m][v];
+                    if (alone)
+                        all[v] += c[m][v] * c[m][v];
+                    else
+                        square[m][v] += c[m][v] * c[m][v];
                 }
         }
         UNROLL for (int m = 0; m < mr; m++)
             UNROLL for (int v = 0; v < nv; v++) {
                 AT(S + m * ld + v * LANES) += total[m][v];
-                AT(W + m * ld + v * LANES) += square[m][v] * share;
+                if (!alone) AT((REAL *)W + m * ld + v * LANES) += square[m][v] * share;
             }
+        if (alone)
+            for (int v = 0; v < valid; v++)
+                *(double *)W += (double)all[v / LANES][v % LANES] * share;
     }
 }
 
-#define TILE(M, V)                                                                                 \
-    static __attribute__((noinline)) void NAME(tile##M##x##V)(                                     \
+#define TILE(M, V, KIND, ALONE)                                                                    \
+    static __attribute__((noinline)) void NAME(KIND##M##x##V)(                                     \
         int64_t units, int64_t n, const REAL *a, const REAL *b, const NAME(lines) *at, REAL *S,    \
-        REAL *W, int64_t ld, REAL share) {                                                         \
-        NAME(tile)(M, V, units, n, a, b, at, S, W, ld, share);                                     \
+        void *W, int64_t ld, int64_t valid, REAL share) {                                          \
+        NAME(tile)(M, V, ALONE, units, n, a, b, at, S, W, ld, valid, share);                       \
     }
-#define TILES(M) TILE(M, 1) TILE(M, 2)
+#define TILES(M) TILE(M, 1, tile, 0) TILE(M, 2, tile, 0) TILE(M, 1, sum, 1) TILE(M, 2, sum, 1)
 TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6)
 #if MR == 12
 TILES(7) TILES(8) TILES(9) TILES(10) TILES(11) TILES(12)
 #endif
 typedef void (*NAME(tile_of))(int64_t, int64_t, const REAL *, const REAL *, const NAME(lines) *,
-                              REAL *, REAL *, int64_t, REAL);
-#define BOTH(M) {NAME(tile##M##x1), NAME(tile##M##x2)}
-static const NAME(tile_of) NAME(tiles)[MR][NV] = {BOTH(1),  BOTH(2), BOTH(3), BOTH(4),
-                                                  BOTH(5),  BOTH(6),
+                              REAL *, void *, int64_t, int64_t, REAL);
+#define EACH(M) {{NAME(tile##M##x1), NAME(sum##M##x1)}, {NAME(tile##M##x2), NAME(sum##M##x2)}}
+static const NAME(tile_of) NAME(tiles)[MR][NV][2] = {EACH(1),  EACH(2), EACH(3), EACH(4),
+                                                     EACH(5),  EACH(6),
 #if MR == 12
-                                                  BOTH(7),  BOTH(8), BOTH(9), BOTH(10),
-                                                  BOTH(11), BOTH(12)
+                                                     EACH(7),  EACH(8), EACH(9), EACH(10),
+                                                     EACH(11), EACH(12)
 #endif
 };
 #undef TILE
 #undef TILES
-#undef BOTH
+#undef EACH
 
 /* Output features in blocks of one tile's height at most, of fours (twos, where tiles are low) but
    for the last, and about equal: how many, and where block k begins. */
@@ -192,14 +202,15 @@ static void NAME(bias)(const REAL *of, REAL *sums, int64_t batch, int64_t per, i
 }
 
 /* Dense layers: delta [b, r, o], a [b, r, i]; S and W [o, i], and, if it is wanted, both of the
-   bias [2, o]. */
-void NAME(outer)(const REAL *delta, const REAL *a, REAL *S, REAL *W, REAL *bias, REAL *scratch,
-                 int64_t batch, int64_t groups, int64_t r, int64_t o, int64_t i, int64_t at_once,
-                 int threads) {
+   bias [2, o]. Without W, each thread has its part of the sum of W in `spread`. */
+static void NAME(outer_of)(const REAL *delta, const REAL *a, REAL *S, REAL *W, REAL *bias,
+                           REAL *scratch, double *spread, int64_t batch, int64_t groups, int64_t r,
+                           int64_t o, int64_t i, int64_t at_once, int threads) {
+    const int alone = !W;
     REAL *sums = scratch; /* of delta over the rows of each sample */
     scratch += bias ? batch * o : 0;
     NAME(clear)(S, o * i, threads);
-    NAME(clear)(W, o * i, threads);
+    if (W) NAME(clear)(W, o * i, threads);
     const int64_t width = NV * LANES, panels = (i + width - 1) / width, blocks = NAME(blocks_of)(o);
     const NAME(groups) all = {groups, batch / groups, batch % groups};
     for (int64_t first = 0; first < groups;) {
@@ -215,6 +226,7 @@ void NAME(outer)(const REAL *delta, const REAL *a, REAL *S, REAL *W, REAL *bias,
         {
             REAL *panel = scratch + rows * o + LANES + THREAD * (rows * width + LANES);
             int64_t packed = -1;
+            double squares = 0;
             /* pack delta: [block][rows][its features] */
 #pragma omp for schedule(static)
             for (int64_t sample = 0; sample < units * n; sample++) {
@@ -241,23 +253,29 @@ void NAME(outer)(const REAL *delta, const REAL *a, REAL *S, REAL *W, REAL *bias,
                 for (int64_t k = part * blocks / split; k < (part + 1) * blocks / split; k++) {
                     int64_t feature = NAME(begin)(k, o), mr = NAME(begin)(k + 1, o) - feature;
                     const REAL *deltas = scratch + rows * feature;
-                    REAL *total = S + feature * i + from, *square = W + feature * i + from;
+                    REAL *total = S + feature * i + from,
+                         *square = alone ? 0 : W + feature * i + from;
                     if (wide == nv * LANES)
-                        NAME(tiles)[mr - 1][nv - 1](units, 1, deltas, panel, &at, total, square, i,
-                                                    share);
+                        NAME(tiles)[mr - 1][nv - 1][alone](units, 1, deltas, panel, &at, total,
+                                                           alone ? (void *)&squares : square, i,
+                                                           wide, share);
                     else { /* the last, narrow one */
                         REAL t[MR * NV * VECTOR / sizeof(REAL)] = {0},
                                                   q[MR * NV * VECTOR / sizeof(REAL)] = {0};
-                        NAME(tiles)[mr - 1][nv - 1](units, 1, deltas, panel, &at, t, q, width,
-                                                    share);
+                        NAME(tiles)[mr - 1][nv - 1][0](units, 1, deltas, panel, &at, t, q, width,
+                                                       wide, share);
                         for (int64_t m = 0; m < mr; m++)
                             for (int64_t v = 0; v < wide; v++) {
                                 total[m * i + v] += t[m * width + v];
-                                square[m * i + v] += q[m * width + v];
+                                if (alone)
+                                    squares += q[m * width + v];
+                                else
+                                    square[m * i + v] += q[m * width + v];
                             }
                     }
                 }
             }
+            if (alone) spread[THREAD] += squares;
         }
         first = run.end;
     }

@@ -22,8 +22,8 @@ static inline REAL NAME(seen)(const Convolution *s, const REAL *x, const REAL *d
     return total;
 }
 
-void NAME(depthwise)(const REAL *x, const REAL *delta, REAL *S, REAL *W, REAL *bias, REAL *sums,
-                     const Convolution *s, int threads) {
+static void NAME(depthwise_of)(const REAL *x, const REAL *delta, REAL *S, REAL *W, REAL *bias,
+                               REAL *sums, double *spread, const Convolution *s, int threads) {
     const NAME(groups) all = {s->groups, s->images / s->per / s->groups,
                               s->images / s->per % s->groups};
     const int64_t taps = s->kh * s->kw, each = s->o / s->c;
@@ -42,7 +42,10 @@ void NAME(depthwise)(const REAL *x, const REAL *delta, REAL *S, REAL *W, REAL *b
                 square += c * c / (double)n;
             }
             S[o * taps + t] = (REAL)total;
-            W[o * taps + t] = (REAL)square;
+            if (W)
+                W[o * taps + t] = (REAL)square;
+            else
+                spread[THREAD] += square;
         }
         if (bias)
             for (int64_t k = 0; k < s->images; k++)

@@ -44,10 +44,12 @@ typedef REAL NAME(vec) __attribute__((vector_size(VECTOR), aligned(sizeof(REAL))
 #include "lambda.h"
 #include "l1.h"
 #include "step.h"
+#include "base.h"
 #include "reductions.h"
 #include "dense.h"
 #include "convolution.h"
 #include "depthwise.h"
+#include "spread.h"
 #undef REAL
 #undef INT
 #undef UINT
@@ -61,7 +63,9 @@ typedef REAL NAME(vec) __attribute__((vector_size(VECTOR), aligned(sizeof(REAL))
 #include "lambda.h"
 #include "l1.h"
 #include "step.h"
+#include "base.h"
 #include "reductions.h"
 #include "dense.h"
 #include "convolution.h"
 #include "depthwise.h"
+#include "spread.h"

@@ -175,11 +175,19 @@ static void NAME(compare_block)(const Task *t, int64_t at, int64_t n, int64_t nu
     const REAL *S = TENSOR(total), *g = TENSOR(grad), *W = TENSOR(square);
     double *out = (double *)t->products + 4 * number, SS = 0, gS = 0, gg = 0, sum = 0;
     int changed = 0;
+    if (S == g) { /* in one memory */
+#pragma omp simd reduction(+ : SS, sum)
+        for (int64_t i = 0; i < n; i++) {
+            SS += (double)S[i] * (double)S[i];
+            sum += W[i];
+        }
+    } else {
 #pragma omp simd reduction(| : changed) reduction(+ : SS, sum)
-    for (int64_t i = 0; i < n; i++) {
-        changed |= S[i] != g[i];
-        SS += (double)S[i] * (double)S[i];
-        sum += W[i];
+        for (int64_t i = 0; i < n; i++) {
+            changed |= S[i] != g[i];
+            SS += (double)S[i] * (double)S[i];
+            sum += W[i];
+        }
     }
     if (changed) {
 #pragma omp simd reduction(+ : gS, gg)

@@ -30,7 +30,7 @@ class Sums(NamedTuple):
     total: Tensor
     """S."""
     square: Tensor
-    """W."""
+    """W; or numbers in double precision whose sum is that of W."""
     bias: Tensor | Sequence[Tensor] | None
     """Both for c_b = Σ_r δ_br `[2, o]`, which is what a bias gets; None unless it was asked for.
     `[3, o]` if S comes twice.
@@ -68,24 +68,26 @@ def total(values: Tensor) -> Tensor | None:
     return out
 
 
-def outer(delta: Tensor, a: Tensor, groups: int, bias: bool = False) -> Sums | None:
+def outer(
+    delta: Tensor, a: Tensor, groups: int, bias: bool = False, alone: bool = False
+) -> Sums | None:
     """Return the sums of c_b = Σ_r δ_br ⊗ a_br, with δ `[b, r, o]` and a `[b, r, i]`; None where
-    PyTorch is needed.
+    PyTorch is needed. If it is to come `alone`, the sum of W is computed in place of W.
     """
     (b, r, o), i = delta.shape, a.shape[2]
     if not (b and r and o and i and library.serves(delta, a)):
         return None
     delta, a = delta.contiguous(), a.contiguous()
-    total, square = delta.new_empty(o, i), delta.new_empty(o, i)
-    both = delta.new_empty(2, o) if bias else None
     threads = _threads(b * r * o * i)
+    total = delta.new_empty(o, i)
+    square = a.new_zeros(threads, dtype=torch.float64) if alone else torch.empty_like(total)
+    both = delta.new_empty(2, o) if bias else None
     row = o + PANEL * threads  # numbers that are packed for a row
     group = -(-b // groups) * r  # rows of the largest group
     at_once = min(max(1, PACKED // (group * row)), groups)
     memory = _SCRATCH.room(b * o + group * at_once * row + 2 * PANEL * (threads + 1), delta)
-    library.call(
-        "outer", (delta, a, total, square, both, memory), (b, groups, r, o, i, at_once), (), threads
-    )
+    name, sizes = "outer_spread" if alone else "outer", (b, groups, r, o, i, at_once)
+    library.call(name, (delta, a, total, square, both, memory), sizes, (), threads)
     return Sums(total, square, both)
 
 
@@ -101,19 +103,20 @@ def conv(
     per: int = 1,
     parts: int = 1,
     bias: bool = False,
+    alone: bool = False,
 ) -> Sums | None:
     """Return the sums of a convolution's kernel `[o, c/parts, *kernel]`, from x `[b·per, c, …]` and
     δ `[b·per, o, …]`; None where PyTorch is needed.
 
     `padding` is what comes before the first pixel, `per` how many images a sample has, and `parts`
     into how many the convolution divides its channels (what torch calls groups; here these are
-    groups of samples).
+    groups of samples). If it is to come `alone`, the sum of W is computed in place of W.
     """
     if x.dim() not in (3, 4) or not (x.numel() and delta.numel() and library.serves(x, delta)):
         return None
     depthwise, o = 1 < parts == x.shape[1], delta.shape[1]
     weight = (o, x.shape[1] // parts, *kernel)
-    total, square = x.new_empty(weight), x.new_empty(weight)
+    total = x.new_empty(weight)
     both = x.new_empty(2, o) if bias else None
     if x.dim() == 3:
         x, delta = x.unsqueeze(2), delta.unsqueeze(2)
@@ -130,7 +133,8 @@ def conv(
         x.shape, x_last, delta.shape, delta_last, how, groups, per, parts, x.dtype, threads
     )
     memory = _SCRATCH.room(shape.scratch, x)
-    name = "depthwise" if depthwise else "conv"
+    square = x.new_zeros(threads, dtype=torch.float64) if alone else torch.empty_like(total)
+    name = ("depthwise" if depthwise else "conv") + "_spread" * alone
     library.call(name, (x, delta, total, square, both, memory), (), (), threads, shape)
     return Sums(total, square, both)
 

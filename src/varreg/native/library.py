@@ -87,8 +87,8 @@ def call(
     pointers = [None if t is None else t.data_ptr() for t in tensors]
     if shape is not None:
         pointers.append(ctypes.addressof(shape))
-    function = _function(name, tensors[0].dtype, len(pointers), len(sizes), len(numbers))
-    function(*pointers, *sizes, *numbers, threads)
+    run = function(name, tensors[0].dtype, len(pointers), len(sizes), len(numbers))
+    run(*pointers, *sizes, *numbers, threads)
 
 
 @functools.cache
@@ -103,16 +103,17 @@ def for_tasks(name: str, dtype: torch.dtype) -> Any:
 
 
 @functools.cache
-def _function(name: str, dtype: torch.dtype, pointers: int, sizes: int, numbers: int) -> Any:
-    function = getattr(load()[0], f"{name}_{REALS[dtype]}")
-    function.argtypes = (
+def function(name: str, dtype: torch.dtype, pointers: int, sizes: int, numbers: int) -> Any:
+    """Return a function that takes so many pointers, sizes and numbers, and threads."""
+    found = getattr(load()[0], f"{name}_{REALS[dtype]}")
+    found.argtypes = (
         [ctypes.c_void_p] * pointers
         + [ctypes.c_int64] * sizes
         + [ctypes.c_double] * numbers
         + [ctypes.c_int]
     )
-    function.restype = None
-    return function
+    found.restype = None
+    return found
 
 
 @functools.cache

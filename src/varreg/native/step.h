@@ -19,20 +19,15 @@ static inline void NAME(accumulate)(int64_t n, REAL *restrict V, const REAL *res
     for (int64_t i = 0; i < n; i++) V[i] = keep * V[i] + take * s2[i];
 }
 
-/* Adam's increment, n/D, into `step`, and its variance in place of s2. */
+/* Adam's increment, n/D, into `step`, and its variance into `s2`, from the sums. */
 static inline void NAME(adam)(const Task *t, int64_t at, int64_t n, REAL *restrict s2,
                               REAL *restrict step) {
     const REAL *restrict average = TENSOR(average), *restrict squares = TENSOR(squares);
-    REAL *restrict N = TENSOR(N), *restrict C = TENSOR(C), *restrict V = TENSOR(V);
-    const REAL keep_N = NUMBER(keep_N), keep_C = NUMBER(keep_C), keep_V = NUMBER(keep_V);
-    const REAL take_N = NUMBER(take_N), take_C = NUMBER(take_C), take_V = NUMBER(take_V);
+    const REAL *restrict N = TENSOR(N), *restrict C = TENSOR(C), *restrict V = TENSOR(V);
     const REAL unbias_n = NUMBER(unbias_n), unbias_p = NUMBER(unbias_p), eps = NUMBER(eps);
     const REAL known = NUMBER(known);
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
-        N[i] = keep_N * N[i] + take_N * s2[i];
-        C[i] = keep_C * C[i] + take_C * s2[i];
-        V[i] = keep_V * V[i] + take_V * s2[i];
         REAL inverse = 1 / (SQRT(squares[i] * unbias_p) + eps);
         REAL delta = average[i] * unbias_n * inverse, slope = delta < 0 ? -delta : delta;
         REAL size = unbias_n * unbias_n * N[i] + slope * slope * (unbias_p * unbias_p * V[i]);
@@ -101,6 +96,9 @@ static void NAME(update_block)(const Task *t, int64_t at, int64_t n, int64_t num
                          NUMBER(rounding));
 
     if (t->increment == INCREMENT_ADAM) {
+        NAME(accumulate)(n, TENSOR(N), s2, NUMBER(keep_N), NUMBER(take_N));
+        NAME(accumulate)(n, TENSOR(C), s2, NUMBER(keep_C), NUMBER(take_C));
+        NAME(accumulate)(n, TENSOR(V), s2, NUMBER(keep_V), NUMBER(take_V));
         NAME(adam)(t, at, n, s2, step);
     } else {
         delta = NAME(delta_block)(t, at, n, step);
@@ -206,16 +204,16 @@ static void NAME(calibrate)(int64_t tasks, Task *task, int threads) {
     }
 }
 
+/* Count a step that was taken, and the rho of all elements, if they share their count. */
+static void NAME(count)(Task *t) {
+    ++*(REAL *)t->steps;
+    if (t->is_partial == 2) ++*(REAL *)t->rho_count;
+    t->is_partial = t->is_partial == 3;
+}
+
 /* The rest of the step of many parameters, after the base's. Twin: torch_step. */
 void NAME(update)(int64_t tasks, Task *task, int threads) {
     each_block(tasks, task, threads, NAME(update_block));
     NAME(calibrate)(tasks, task, threads);
-    for (int64_t k = 0; k < tasks; k++) {
-        ++*(REAL *)task[k].steps;
-        if (task[k].is_partial == 2) ++*(REAL *)task[k].rho_count;
-        task[k].is_partial = task[k].is_partial == 3;
-    }
+    for (int64_t k = 0; k < tasks; k++) NAME(count)(task + k);
 }
-
-#undef TENSOR
-#undef NUMBER

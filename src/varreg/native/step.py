@@ -68,9 +68,8 @@ def variance(
     if not serves(total, square, out):
         return False
     n = out.numel()
-    library.call(
-        "variance", (total, square, out), (n,), (m, factor, rounding), library.threads_for(n)
-    )
+    numbers = m, factor, rounding
+    library.call("variance", (total, square, out), (n,), numbers, library.threads_for(n))
     return True
 
 
@@ -97,15 +96,17 @@ def _four_sums(
         for task, i in zip(tasks, places, strict=True):
             S, g, W = rows[i]
             task.n = n = S.numel()
-            task.total, task.grad, task.square = S.data_ptr(), g.data_ptr(), W.data_ptr()
+            task.total = at = S.data_ptr()
+            task.grad, task.square = at if g is S else g.data_ptr(), W.data_ptr()
             if numbers:
                 task.m, task.factor, task.rounding, task.scale = numbers[i]
             elements, blocks = elements + n, blocks - (-n // BLOCK)
         sums = torch.empty(
             blocks, 4, dtype=torch.float64, device="cpu"
         )  # of each block; then, of each tensor
+        at = sums.data_ptr()
         for task in tasks:
-            task.products = sums.data_ptr()
+            task.products = at
         run(name, dtype, tasks, elements)
         for i, values in zip(places, sums[: len(places)].tolist(), strict=True):
             out[i] = values
@@ -126,6 +127,19 @@ def repeat(task: Task, dtype: torch.dtype) -> None:
     without `task.lam`, 1 to `task.variance` where its ρ was finite, and 0 elsewhere.
     """
     run("repeat", dtype, (Task * 1)(task), task.n)
+
+
+def whole(tasks: ctypes.Array[Task], dtype: torch.dtype, elements: int) -> None:
+    """Take the whole step of parameters of one type, the base's included. A task `is_left` if its
+    gradient is neither what was measured nor a multiple of it: nothing of it was changed then.
+    """
+    blocks = 0
+    for task in tasks:
+        blocks -= -task.n // BLOCK
+    sums = torch.empty(blocks, 4, dtype=torch.float64, device="cpu")
+    for task in tasks:
+        task.products = sums.data_ptr()
+    run("whole", dtype, tasks, elements)
 
 
 def update(

@@ -37,6 +37,11 @@ typedef struct {
     double mu, again;                  /* Nesterov's momentum; what sigma^2 comes in with again */
     double unbias_n, unbias_p, eps;    /* Adam's bias corrections, and its eps */
     double known;                      /* a bracket that is smaller, relative to its size, is not */
+
+    /* of a whole step, the base's included */
+    int64_t is_left;                   /* out: 1 if the step was not taken */
+    double most, precision;            /* the largest sum; the rounding error of the gradient */
+    double take;                       /* of a new gradient: 1 - dampening */
 } Task;
 CHECK_TASK
 

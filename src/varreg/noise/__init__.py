@@ -1,4 +1,4 @@
-"""What the noise is good for: a meter, a plan, another batch size, Fisher, and gauges."""
+"""Uses of the gradient noise: noise scale, plans of batch sizes, AdaScale, Fisher, and gauges."""
 
 from varreg.noise import gauges
 from varreg.noise.adascale import AdaScale

@@ -80,9 +80,14 @@ def fisher(
         ):
             raise VarregError(f"varreg: {name} must be a whole number from 1 up; got {limit!r}.")
     sums = FisherSums(model, kind, loss=loss, dtype=dtype, generator=generator)
+    if not isinstance(loader, Iterable):
+        raise VarregError(
+            "varreg: fisher expects a loader, or another iterable, of pairs (x, y); got "
+            f"{type(loader).__name__}."
+        )
     path = None if checkpoint is None else Path(checkpoint)
-    if path is not None and path.exists():
-        sums.load_state_dict(torch.load(path, weights_only=True, map_location="cpu"))
+    if path is not None:
+        _load(sums, path)
     total = len(loader) if isinstance(loader, Sized) else None
     if batches is not None:
         total = batches if total is None else min(batches, total)
@@ -118,6 +123,26 @@ def _pair(batch: Any) -> tuple[Any, Any]:
     x, y = batch
     x = dict(x) if isinstance(x, Mapping) else tuple(x) if isinstance(x, list) else x
     return x, y
+
+
+def _load(sums: FisherSums, path: Path) -> None:
+    """Continue from a checkpoint, if there is one. Raise a VarregError if there is another thing,
+    or if none can be written there: better now than after a long pass.
+    """
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise VarregError(
+            f"varreg: checkpoint must be a file in a folder in which you may write; {path} is not."
+        )
+    if not path.exists():
+        return
+    try:
+        state = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:  # torch.load raises many kinds
+        raise VarregError(
+            f"varreg: {path} is not a checkpoint of varreg.fisher, or it is damaged "
+            f"({type(error).__name__}). Delete it, or choose another file."
+        ) from error
+    sums.load_state_dict(state)
 
 
 def _save(sums: FisherSums, path: Path) -> None:

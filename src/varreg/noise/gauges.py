@@ -17,10 +17,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from varreg.engine.mean_variance import Moments
 from varreg.engine.noise_summary import Row, row
+from varreg.engine.totals import Totals
 from varreg.errors import VarregError
 from varreg.noise.measure import l1_sums
 from varreg.parallel.shards import number
@@ -28,7 +31,7 @@ from varreg.parallel.shards import number
 if TYPE_CHECKING:
     from varreg.optim.base import Regularized
 
-Several = Iterable[Moments | None]
+Several = Iterable[Moments | Totals | None] | Moments | Totals | None
 
 
 def norm_test(moments: Several) -> float:
@@ -60,8 +63,8 @@ def cabs(moments: Several, lr: float, loss: float) -> float:
     momentum, Adam, or a loss with another minimum. For a loss that is a mean over samples.
     """
     for name, value in (("lr", lr), ("loss", loss)):
-        if not value > 0:
-            raise VarregError(f"varreg: cabs expects a positive {name}; got {value}.")
+        if not isinstance(value, (int, float, Tensor)) or not value > 0:
+            raise VarregError(f"varreg: cabs expects a positive {name}; got {value!r}.")
     return lr * _row(moments).trace / loss
 
 
@@ -103,13 +106,25 @@ def effective_lambda(optimizer: Regularized) -> float:
     Good for: measuring by how much steps were longer on the whole; SGD at that learning rate is the
     control for any gain. Not for: comparing layers of different curvature.
     """
+    if not hasattr(optimizer, "lambda_summary"):
+        raise VarregError(
+            "varreg: effective_lambda expects one of varreg's optimizers; got "
+            f"{type(optimizer).__name__}, which has no λ."
+        )
     summary = optimizer.lambda_summary().model
     return summary.effective if summary is not None else math.nan
 
 
-def _known(moments: Several) -> list[Moments]:
+def _known(moments: Several) -> list[Any]:
     """Return the moments without None. Raise a VarregError unless all have two samples or more."""
-    parts = [m for m in moments if m is not None]
+    one = moments is None or isinstance(moments, (Moments, Totals))
+    several: Any = [moments] if one or not isinstance(moments, Iterable) else moments
+    parts = [m for m in several if m is not None]
+    if not all(isinstance(m, (Moments, Totals)) for m in parts):
+        raise VarregError(
+            "varreg: a gauge expects what varreg.moments(p) returns, of one parameter or a list of "
+            f"several; got {moments!r:.100}."
+        )
     if not parts or any(min(m.count, m.groups) < 2 for m in parts):
         raise VarregError(
             "varreg: a gauge expects moments of two samples or more, as varreg.moments(p) returns "

@@ -22,6 +22,7 @@ from varreg import native
 from varreg.engine.ledger import Ledger
 from varreg.engine.mean_variance import Moments
 from varreg.engine.number_range import choose_precision
+from varreg.engine.totals import Totals, refuse_elements
 from varreg.optim.gradient import products
 from varreg.optim.synchronized import check_synchronized
 from varreg.parallel.shards import is_sharded, total
@@ -32,7 +33,7 @@ class Measured(NamedTuple):
 
     parameter: Tensor
     ledger: Ledger
-    moments: Moments | None
+    moments: Moments | Totals | None
 
 
 def read(parameters: Sequence[tuple[Tensor, Ledger]]) -> list[Measured]:
@@ -46,12 +47,19 @@ def read(parameters: Sequence[tuple[Tensor, Ledger]]) -> list[Measured]:
 
 def samples(found: Sequence[Measured]) -> int:
     """Return m, the samples since gradients were cleared; 0 if nothing was measured."""
-    return max((f.moments.count for f in found if f.moments is not None), default=0)
+    m = 0
+    for f in found:  # at every step: no generator
+        if f.moments is not None and f.moments.count > m:
+            m = f.moments.count
+    return m
 
 
 def has_variance(found: Sequence[Measured]) -> bool:
     """Return whether all moments are of at least two samples, in at least two groups."""
-    return all(f.moments is None or min(f.moments.count, f.moments.groups) > 1 for f in found)
+    for f in found:
+        if f.moments is not None and (f.moments.count < 2 or f.moments.groups < 2):
+            return False
+    return True
 
 
 def estimates(found: Sequence[Measured], l1: bool = False) -> Tensor:
@@ -61,16 +69,65 @@ def estimates(found: Sequence[Measured], l1: bool = False) -> Tensor:
     reduction for all. A parameter without moments has zeros: no sample had a gradient there.
     """
     home = found[0].parameter.device
+    numbers = _native_rows(found, l1) if home.type == "cpu" else None
+    if numbers is not None:
+        rows = torch.tensor(numbers, dtype=torch.float64)
+    else:
+        rows = _tensor_rows(found, l1, home)
+    sharded = [i for i, f in enumerate(found) if is_sharded(f.parameter)]
+    if sharded:
+        first: Any = found[sharded[0]].parameter
+        rows[sharded] = total(rows[sharded], first)
+    return rows
+
+
+def _native_rows(found: Sequence[Measured], l1: bool) -> list[list[float]] | None:
+    """Return `estimates` as numbers; None unless native code serves all moments. For small models,
+    a tensor for each parameter takes longer than the sums.
+    """
+    rows = []
+    known: list[tuple[list[float], Moments | Totals, float, float]] = []  # S·S and ΣW
+    there: list[tuple[list[float], Ledger, Moments]] = []
+    for f in found:
+        m, row = f.moments, [0.0] * (5 if l1 else 2)
+        rows.append(row)
+        if m is None or not m.elements:
+            continue
+        if isinstance(m, Totals):
+            if l1:
+                refuse_elements("NoiseScale(l1=True)")
+            if isinstance(m.length2, Tensor) or isinstance(m.spread, Tensor):
+                return None
+            known.append((row, m, m.length2, m.spread))
+        elif native.serves(m.total, m.square):
+            there.append((row, f.ledger, m))
+        else:
+            return None
+    if there:
+        compared = native.compare([(m.total, m.total, m.square) for _, _, m in there])
+        for (row, ledger, moments), (SS, _, _, W) in zip(there, compared, strict=True):
+            choose_precision(ledger, moments, SS, W)
+            known.append((row, moments, SS, W))
+    key: Any = None
+    for row, m, SS, W in known:
+        if key != (now := (m.count, m.groups, m.reduction)):
+            key, ((a, b), (c, d)) = now, _factors_of(m)
+        row[0], row[1] = a * SS + b * W, c * SS + d * W
+    if l1 and there:
+        sums = native.l1([(m.total, m.square, _l1_numbers(m)) for _, _, m in there])
+        for (row, _, _), (s, size, excess) in zip(there, sums, strict=True):
+            row[2:] = s, size, _NOISE_OF_ZERO * excess
+    return rows
+
+
+def _tensor_rows(found: Sequence[Measured], l1: bool, home: torch.device) -> Tensor:
+    """Return `estimates` of moments on any device, without reading them."""
     precise = torch.float32 if home.type == "mps" else torch.float64
     rows = torch.stack([row.to(home, precise, non_blocking=True) for row in _squares(found)])
     rows = (rows.unsqueeze(1) * _factors(found).to(rows, non_blocking=True)).sum(2)
     if l1:
         parts = [row.to(home, precise, non_blocking=True) for row in _l1_sums(found)]
         rows = torch.cat([rows, torch.stack(parts)], 1)
-    sharded = [i for i, f in enumerate(found) if is_sharded(f.parameter)]
-    if sharded:
-        first: Any = found[sharded[0]].parameter
-        rows[sharded] = total(rows[sharded], first)
     return rows
 
 
@@ -80,9 +137,11 @@ def _squares(found: Sequence[Measured]) -> list[Tensor]:
     fast = []
     for i, f in enumerate(found):
         m = f.moments
-        if m is None or not m.total.numel():
+        if m is None or not m.elements:
             continue
-        if native.serves(m.total, m.square):
+        if isinstance(m, Totals):
+            out[i] = torch.stack([*map(torch.as_tensor, (m.length2, m.spread))])
+        elif native.serves(m.total, m.square):
             fast.append(i)
         else:
             out[i] = products(m, m.total)[[0, 3]]
@@ -96,16 +155,17 @@ def _squares(found: Sequence[Measured]) -> list[Tensor]:
 
 def _factors(found: Sequence[Measured]) -> Tensor:
     """Return the factors of S·S and ΣW in tr Σ and in |Ĝ|²: `[n, 2, 2]`."""
-    rows = []
-    for f in found:
-        if f.moments is None:
-            rows.append([[0.0, 0.0], [0.0, 0.0]])
-            continue
-        m, K = f.moments.count, f.moments.groups
-        scale = 1.0 if f.moments.reduction == "mean" else 1.0 / m**2
-        a = scale * m / (K - 1) if min(m, K) > 1 else math.nan
-        rows.append([[-a, a * m], [scale + a / m, -a]])
+    none = [[0.0, 0.0], [0.0, 0.0]]
+    rows = [none if f.moments is None else _factors_of(f.moments) for f in found]
     return torch.tensor(rows, dtype=torch.float64)
+
+
+def _factors_of(moments: Moments | Totals) -> list[list[float]]:
+    """Return the factors of S·S and ΣW in tr Σ, and those in |Ĝ|²."""
+    m, K = moments.count, moments.groups
+    scale = 1.0 if moments.reduction == "mean" else 1.0 / m**2
+    a = scale * m / (K - 1) if min(m, K) > 1 else math.nan
+    return [[-a, a * m], [scale + a / m, -a]]
 
 
 def _l1_sums(found: Sequence[Measured]) -> list[Tensor]:
@@ -114,8 +174,10 @@ def _l1_sums(found: Sequence[Measured]) -> list[Tensor]:
     fast = []
     for i, f in enumerate(found):
         m = f.moments
-        if m is None or not m.total.numel():
+        if m is None or not m.elements:
             continue
+        if isinstance(m, Totals):
+            refuse_elements("NoiseScale(l1=True)")
         if native.serves(m.total, m.square):
             fast.append(i)
         else:

@@ -227,9 +227,10 @@ def _check_state(state: Any, l1: bool, known: set[str]) -> None:
         rows = state.get("rows")
         is_one = isinstance(rows, Tensor) and rows.shape == shape
     if not is_one or state["window"] < 2:
+        names = ", ".join(map(str, state)) if isinstance(state, dict) else ""
         raise VarregError(
             "varreg: NoiseScale.load_state_dict expects the result of its state_dict(); got "
-            f"{type(state).__name__} with {', '.join(map(str, state)) if state else 'nothing'}."
+            f"{type(state).__name__} with {names or 'nothing of it'}."
         )
     if state["l1"] != l1:
         raise VarregError(

@@ -38,9 +38,10 @@ class Reading:
         if math.isnan(self.noise):
             return "not measured yet"
         if math.isinf(low):
-            return "no signal at all"
+            return "infinite (no signal at all)"
         if math.isinf(high):
-            return f"at least {rounded(low)}" if low > 0 else "too few updates to tell"
+            unknown = "unknown (too few or too different updates)"
+            return f"at least {rounded(low)}" if low > 0 else unknown
         return f"{rounded(self.value)} ({rounded(low)} to {rounded(high)})"
 
 

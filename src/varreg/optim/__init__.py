@@ -1,6 +1,7 @@
 """λ → step: torch's optimizers, regularized.
 
-`varreg` exports what `__all__` has; lab, theory and benchmarks go through `REGULARIZED`.
+`varreg` exports the names in `__all__`; the lab, the theory and the benchmarks use all optimizers
+in `REGULARIZED`.
 """
 
 from varreg.optim.adadelta import VRAdadelta

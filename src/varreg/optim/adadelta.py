@@ -23,7 +23,7 @@ def _adadelta(step: ParameterStep) -> tuple[Tensor, Tensor]:
     p2 = step["square_avg"].to(s2.dtype).add(eps).sqrt_()
     z = g / p2
     variance = increments.ratio(z, p2, p2, (s2, gs2 * (1 - rho), V), direct)
-    # The average has moved on to ρ·a + (1−ρ)·(a + eps)·z²; A² = a + eps is what it was before
+    # The base's step has changed the average a to ρ·a + (1−ρ)·(a + eps)·z²; A² = a + eps
     after, zz = step["acc_delta"].to(s2.dtype), z.square()
     divisor = (zz * (1 - rho)).add_(rho).clamp_(min=TINY_DIVISOR)
     A2 = (after - (1 - rho) * eps * zz).div_(divisor).clamp_(min=0).add_(eps)
@@ -37,8 +37,8 @@ class VRAdadelta(Regularized, torch.optim.Adadelta):
     r"""`torch.optim.Adadelta` with variance regularization: S2.4's derivation for δ̄ = A·ḡ/p₂, p₂²
     = EMA_ρ(ḡ²) + eps.
 
-    A = √(EMA_ρ(δ̄²) + eps), of the steps before, is taken as given; then Var(δ̄) = A²·Var(ḡ/p₂),
-    the latter as for RMSprop.
+    A = √(EMA_ρ(δ̄²) + eps), from the earlier steps, counts as a constant. Then Var(δ̄) =
+    A²·Var(ḡ/p₂), with Var(ḡ/p₂) as for RMSprop.
 
     The arguments are those of `torch.optim.Adadelta`, then the keyword-only ones of `VRAdam`.
     """

@@ -16,8 +16,9 @@ from varreg.optim.increments import Increment, Kernel
 from varreg.optim.step import ParameterStep
 
 Numerator = tuple[Tensor, Tensor, Tensor, float]
-"""n, its variance N, its covariance sum C with the denominator, and what n is still to be divided
-by."""
+"""n, its variance N, its covariance sum C with the denominator, and the number that n is still to
+be divided by.
+"""
 READS = ("exp_avg", "exp_avg_sq")
 SUMS = ("vr_numerator", "vr_covariance", "vr_denominator")
 
@@ -27,7 +28,7 @@ def average_over_root(
 ) -> tuple[Tensor, Tensor]:
     """Return δ̄ = n/(p₂ + eps) and its variance, with p₂² Adam's bias-corrected average of squares.
 
-    N, C and V follow the two averages; `numerator` makes n of them, and what N and C are for it.
+    N, C and V are updated as the two averages are. `numerator` returns n, with N and C for this n.
     """
     group, g, s2 = step.group, step.g, step.s2
     (beta1, beta2), direct = map(float, group["betas"]), group["variance"] == "direct"
@@ -59,8 +60,8 @@ def _average(step: ParameterStep, N: Tensor, C: Tensor, gs2: Tensor) -> Numerato
 def _of_maximum(
     step: ParameterStep, squares: Tensor, C: Tensor, V: Tensor, beta1: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the running maximum of the average of squares, and its C and V: renewed where it was
-    reached now; else only n goes on, by β₁.
+    """Return the running maximum of the average of squares, with its C and V. Where this step
+    reached the maximum, C and V are the current ones; elsewhere V stays, and C decays by β₁.
     """
     maximum = step["max_exp_avg_sq"].to(squares.dtype)
     now = squares >= maximum
@@ -97,7 +98,7 @@ AMSGRAD = Increment(
 
 
 class _Adam(Regularized):
-    """What Adam and AdamW share."""
+    """The common base of `VRAdam` and `VRAdamW`."""
 
     _extra_options: ClassVar = increments.VERSIONS
 
@@ -117,8 +118,9 @@ class VRAdam(_Adam, torch.optim.Adam):
 
     which is S2.4's simplified version, with its misprints corrected (β₂² for V, σ² for σ, |δ̄| for
     δ̄), and N, C, V bias-corrected as m and v are. `variance="direct"` weights σ² with g/p₂ in C
-    and its square in V, which S2.4 has before it simplifies. With `amsgrad`, C and V stay with the
-    maximum. To first order in the errors, both; the docs say how far off it is.
+    and its square in V: S2.4's version before it is simplified. With `amsgrad`, C and V are those
+    of the step that reached the maximum. Both versions are right to first order in the errors; the
+    docs say how accurate they are.
 
     The arguments are those of `torch.optim.Adam`, then the keyword-only ones of the regularizer:
     `varreg.regularizer.Options`, and `variance`: `"simplified"` or `"direct"`.

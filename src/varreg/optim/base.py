@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from varreg import _torch
+from varreg.errors import VarregError
 from varreg.optim import group_options, step_warnings
-from varreg.optim.collect import collect_steps
+from varreg.optim.collect import find_steps, judge_steps, take_whole_steps
 from varreg.optim.group_options import Choices, check_group
 from varreg.optim.increments import Increment
 from varreg.optim.lambda_summary import LambdaSummary, overview, summarize
@@ -26,6 +27,7 @@ from varreg.optim.parameter_names import names
 from varreg.optim.repeated_lambda import RepeatedLambda
 from varreg.optim.state import restore, with_counts
 from varreg.optim.step import ParameterStep, take_steps
+from varreg.optim.whole_step import without
 from varreg.parallel.shards import like, local
 from varreg.thresholds import LAMBDA_EVERY
 
@@ -141,6 +143,10 @@ class Regularized(Optimizer):
         Return None if the step was the base's own: no gradient, no moments, a batch of one sample,
         or s = 0.
         """
+        if not isinstance(p, Tensor):
+            raise VarregError(
+                f"varreg: lambda_of expects a parameter (a tensor), got {type(p).__name__}."
+            )
         lam = self._lambdas.get(p)
         if isinstance(lam, RepeatedLambda):
             return lam.tensor()
@@ -177,12 +183,22 @@ class Regularized(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_changed()
-        steps = collect_steps(self)
-        if not self._groups_fixed and any(step.regularized for step in steps):
-            group_options.fix_groups(self.param_groups, self._extra_options)
-            self._groups_fixed = True
-        self._base_step()
-        self._lambdas = take_steps(self, steps)
+        steps = find_steps(self)
+        taken = take_whole_steps(self, steps)
+        with_gradient = 0
+        for group in self.param_groups:
+            for p in group["params"]:
+                with_gradient += p.grad is not None
+        if len(taken) < with_gradient:
+            left = [step for step in steps if step.parameter not in taken]
+            judge_steps(self, left)
+            if not self._groups_fixed and any(step.regularized for step in left):
+                group_options.fix_groups(self.param_groups, self._extra_options)
+                self._groups_fixed = True
+            with without(self.param_groups, taken):
+                self._base_step()
+            taken |= take_steps(self, left)
+        self._lambdas = taken
         self._step_count += 1
         if self._step_count % LAMBDA_EVERY == 0 and self._watches_lambda:
             step_warnings.watch_lambda(self, steps)

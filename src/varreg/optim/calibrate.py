@@ -1,4 +1,4 @@
-"""λ of many parameters calibrated by PyTorch, in few calls. Native code does it in its own pass."""
+"""Calibrate λ of many parameters by PyTorch, in few calls. Native code does it in its own pass."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def calibrate(steps: list[ParameterStep]) -> None:
     """Scale λ of parameters of one group, precision and device so that its mean over each stays at
     1. The definition is `calibration.calibrated`.
 
-    Where parameters are sharded, means are over all shards: one reduction for all before, and one
-    after.
+    For sharded parameters, means are over all shards: one reduction for all parameters before the
+    scaling, and one after it.
     """
     for step in steps:
         if not step.p.numel() and step.group["per"] == "element":  # an empty shard
@@ -55,7 +55,9 @@ def _known(steps: list[ParameterStep]) -> list[Tensor]:
 
 
 def _sums(tensors: list[Tensor] | tuple[Tensor, ...], steps: list[ParameterStep]) -> Tensor:
-    """Return the sum of each of the tensors, which are nowhere negative; over all shards."""
+    """Return the sum of each of the tensors over all shards. The tensors have no negative
+    elements.
+    """
     sums = torch.stack(list(_torch.foreach_norm(list(tensors), 1)))
     if steps[0].group["per"] == "element":
         sharded = [i for i, step in enumerate(steps) if is_sharded(step.parameter)]

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from varreg import _torch
+from varreg import _torch, native
 from varreg.backends import BACKENDS
 from varreg.devices import refuse_fake_mode, widest
 from varreg.engine import deferred, processes
 from varreg.engine.number_range import choose_precision
 from varreg.engine.parameters import LEDGERS
+from varreg.engine.totals import Totals
 from varreg.errors import VarregError
 from varreg.optim import step_warnings
+from varreg.optim.from_totals import as_moments
 from varreg.optim.gradient import (
     NotFiniteError,
     OverflowedError,
@@ -25,9 +27,13 @@ from varreg.optim.gradient import (
     products,
 )
 from varreg.optim.parameter_names import names
+from varreg.optim.prepare import needed
+from varreg.optim.repeated_lambda import RepeatedLambda
 from varreg.optim.scopes import SCOPES
-from varreg.optim.step import ParameterStep, choose_native
+from varreg.optim.state import STEPS
+from varreg.optim.step import ParameterStep, choose_native, native_step
 from varreg.optim.synchronized import check_synchronized
+from varreg.optim.whole_step import SWITCHES, repeats_torch
 from varreg.parallel.shards import is_sharded, local, total
 from varreg.thresholds import LARGEST_SQUARE, SMALLEST_SQUARE
 
@@ -37,12 +43,9 @@ if TYPE_CHECKING:
     from varreg.optim.base import Regularized
 
 
-def collect_steps(optimizer: Regularized) -> list[ParameterStep]:
-    """Return the step of each parameter that has a gradient, in groups with s > 0.
-
-    A step is `regularized` if its parameter has the moments that λ needs; then it has copies of the
-    values that the base's step overwrites. For the other parameters, a warning says why not. The
-    optimizer itself does not change yet, in case of an error.
+def find_steps(optimizer: Regularized) -> list[ParameterStep]:
+    """Return the step of each parameter that has a gradient, in groups with s > 0, and whether
+    native code takes it.
     """
     if _torch.dispatch_modes():
         refuse_fake_mode("step()")
@@ -51,6 +54,60 @@ def collect_steps(optimizer: Regularized) -> list[ParameterStep]:
         deferred.take_numbers(ledger for ledger in LEDGERS.find(every) if ledger is not None)
     steps = _candidates(optimizer)
     choose_native(optimizer, steps)
+    return steps
+
+
+_OTHER_WAYS = ("foreach", "fused", "differentiable", "capturable", "calibrate")
+_NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "eps")
+
+
+def take_whole_steps(
+    optimizer: Regularized, steps: list[ParameterStep]
+) -> dict[Tensor, Tensor | RepeatedLambda]:
+    """Take the steps that native code can take as a whole (whole_step.py); return λ by parameter,
+    or what it can be had of. Nothing of the other parameters has changed.
+
+    One step that native code cannot take may raise, and then no parameter may have moved: so it is
+    all of them, or none. Only a gradient that was changed is found later; that does not raise.
+    """
+    taken: dict[Tensor, Tensor | RepeatedLambda] = {}
+    if not optimizer._groups_fixed or deferred.PENDING or processes.are_several():
+        return taken
+    base: Any = optimizer._base
+    known: dict[int, bool] = {}  # by group: True if native code knows the base with its options
+    for step in steps:
+        m, group, state, ledger = step.moments, step.group, step.state, step.ledger
+        if not step.native or m is None or m.groups < 2 or ledger is None or ledger.is_float64:
+            return taken
+        if BACKENDS[step.parameter.device.type] is not native:
+            return taken  # the whole step is in C alone
+        if id(group) not in known:
+            kernel, betas = step.increment.kernel, group.get("betas", (1.0,))
+            types = {*map(type, map(group.get, _NUMBERS)), *map(type, betas)}
+            known[id(group)] = (
+                types <= {float, int, type(None)}  # no tensors
+                and betas[0] > 0.5  # below, torch has another formula
+                and not any(map(group.get, _OTHER_WAYS))
+                and kernel is not None
+                and repeats_torch(
+                    base, kernel, step.parameter.dtype, *map(bool, map(group.get, SWITCHES))
+                )
+            )
+        wanted = needed((*step.increment.reads, *step.increment.sums), False)
+        if not known[id(group)] or not state.keys() >= wanted.keys():
+            return taken
+        if state[STEPS].dtype != m.square.dtype:
+            return taken
+    if steps:
+        native_step(optimizer, steps, taken, whole=True)
+    return taken
+
+
+def judge_steps(optimizer: Regularized, steps: list[ParameterStep]) -> None:
+    """Find out which steps are regularized: those whose parameter has the moments that λ needs.
+    These get copies of the values that the base's step overwrites. For the other parameters, a
+    warning says why not. The optimizer itself does not change yet, in case of an error.
+    """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         check_synchronized(step.parameter for step in steps)
     _set_products(steps)
@@ -100,7 +157,6 @@ def collect_steps(optimizer: Regularized) -> list[ParameterStep]:
         step_warnings.warn_missing(optimizer, missing, optimizer._warned)
     if has_single_sample and not any(step.regularized for step in steps):
         step_warnings.warn_single_samples(optimizer, optimizer._warned)
-    return steps
 
 
 def _candidates(optimizer: Regularized) -> list[ParameterStep]:
@@ -114,7 +170,9 @@ def _candidates(optimizer: Regularized) -> list[ParameterStep]:
         parameters = [p for p in group["params"] if p.grad is not None and p.numel()]
         increment = optimizer._increment(group)
         for p, ledger in zip(parameters, LEDGERS.find(parameters), strict=True):
-            m = None if ledger is None else ledger.read(p, stepping=True)
+            m: Any = None if ledger is None else ledger.read(p, stepping=True)
+            if isinstance(m, Totals):
+                m = as_moments(optimizer, group, increment, p, ledger, m)
             state: dict[str, Any] = {} if m is None else optimizer.state[p]
             steps.append(ParameterStep(p, group, increment, ledger, m, state, p.grad))
     return steps
@@ -187,19 +245,20 @@ def _check_by_element(optimizer: Regularized, step: ParameterStep) -> None:
 
 def _copy_before_base_step(steps: list[ParameterStep]) -> None:
     """Copy the parameters and gradients that steps by PyTorch need from before the base's step."""
-    copies, originals = [], []
+    by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
     for step in steps:
         if step.native or not step.regularized:
             continue
         step.p = local(step.parameter)
         step.x = torch.empty_like(step.p)
+        copies, originals = by_device.setdefault(step.p.device, ([], []))
         copies.append(step.x)
         originals.append(step.p)
         if step.grad is not step.measured.total:
             grad, step.grad = step.grad, torch.empty_like(step.grad)
             copies.append(step.grad)
             originals.append(grad)
-    if copies:
+    for copies, originals in by_device.values():
         _torch.foreach_copy(copies, originals)
 
 

@@ -1,5 +1,6 @@
-"""From moments to what the optimizer sees: gradients may be clipped or unscaled between
-`backward()` and `step()`.
+"""Gradients that were clipped or unscaled between `backward()` and `step()`: find the change, and
+adapt the variance. (Weight decay is in `increments.py`: `coupled_decay`; decoupled decay in
+`step.py`.)
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ class OverflowedError(Exception):
 
 
 def products(m: Moments, grad: Tensor) -> Tensor:
-    """Return S·S, g·S, g·g and ΣW of a shard: what is compared of a gradient and what was measured.
-    They add up over shards.
+    """Return S·S, g·S, g·g and ΣW of a shard, by which a gradient g is compared with the measured
+    one, S. They add up over shards.
 
-    Nothing but they can tell there whether a gradient was changed, so they are in double precision,
-    if the device has it: rounding must not look like a change.
+    For shards, only these products show whether a gradient was changed. So they are in double
+    precision, if the device has it: rounding must not look like a change.
     """
     S, g = widest(m.total.reshape(-1)), widest(grad.reshape(-1))
     SS, W = torch.dot(S, S), m.square.sum().to(S.dtype)
-    if grad is m.total:  # one product does for three
+    if grad is m.total:  # all three products are the same
         return torch.stack([SS, SS, SS, W])
     return torch.stack([SS, torch.dot(g, S), torch.dot(g, g), W])
 
 
 def fetch_products(steps: list[ParameterStep]) -> None:
-    """Set the products of steps by PyTorch, and how often the base has stepped where a device
-    counts that: few kernels, and one wait, for all parameters of a device.
+    """Set the products of steps by PyTorch, and `base_steps` if the base counts its steps on a
+    device: with few kernels, and one wait, for all parameters of a device.
     """
     by_type: dict[Any, list[ParameterStep]] = {}
     for step in steps:
@@ -66,7 +67,7 @@ def fetch_products(steps: list[ParameterStep]) -> None:
         if full:
             _set_products(same, rows)
         elif not _set_untouched(same, rows):
-            changed.append(same)  # somebody wrote to gradients without a trace (`p.grad.data`)
+            changed.append(same)  # gradients were written to without a trace (`p.grad.data`)
     for rows, same in zip(deferred.fetch([*map(_products, changed)]), changed, strict=True):
         _set_products(same, rows)
     for step, number in zip(counted, numbers, strict=True):
@@ -74,7 +75,9 @@ def fetch_products(steps: list[ParameterStep]) -> None:
 
 
 def _is_written(step: ParameterStep) -> bool:
-    """Return whether it is known that somebody wrote to a gradient since it was measured."""
+    """Return whether a gradient was written to since it was measured, as far as its version
+    shows.
+    """
     assert step.ledger is not None
     watch = step.ledger.gradient
     return not watch.is_same(step.grad) or watch.is_written(step.grad)
@@ -90,9 +93,10 @@ def _gaps(steps: list[ParameterStep]) -> Tensor:
 
 
 def _set_untouched(steps: list[ParameterStep], rows: list[float]) -> bool:
-    """Set the products of gradients that are what was measured; return whether all are.
+    """Set the products of gradients that equal the measured ones. Return whether all do; if not,
+    set nothing.
 
-    S·S is taken for what it is at most, m·ΣW.
+    In place of S·S, its upper bound m·ΣW is used.
     """
     n = len(steps)
     if any(gap != 0 for gap in rows[:n]):
@@ -116,8 +120,8 @@ def _is_on_device(value: Any) -> bool:
 def _products(steps: list[ParameterStep]) -> Tensor:
     """Return S·S, Σ|gS|, Σ max(−gS, 0), g·g and ΣW, each for all steps: `[5, n]`.
 
-    A sum is the 1-norm, if nothing is negative: for that there is a kernel for many tensors. What
-    clipping leaves of a gradient has the sign of what was measured, and then nothing is lost.
+    The 1-norm, which has a kernel for many tensors, is the sum if no element is negative. A clipped
+    gradient has the signs of the measured one, so that gS is not negative and nothing cancels.
     """
     S = [step.measured.total for step in steps]
     W = [step.measured.square for step in steps]
@@ -136,23 +140,23 @@ def _products(steps: list[ParameterStep]) -> Tensor:
 def as_seen(
     m: Moments, grad: Tensor, compared: Sequence[float], same: bool, precision: float = 0.0
 ) -> tuple[Tensor, Tensor | float]:
-    """Return the gradient as the optimizer sees it, in the precision of the moments, and κ²: there,
-    its variance is κ²v².
+    """Return the gradient as the optimizer sees it, in the precision of the moments, and κ²: the
+    variance of this gradient is κ²v².
 
-    The gradient is `m.total` where nothing has touched it, else `grad` itself where the precision
-    is the same: not a copy.
+    The gradient is `m.total` if it was not changed, otherwise `grad` itself if the precision is the
+    same. It is not a copy.
 
     Clipping and unscaling change the gradient from S to κS, one κ for the tensor, and so its
-    variance to κ²v². Clipping by value has a κ for each element. Both leave ρ = v²/ḡ² what it was
-    before. `same` says whether `grad` is the tensor that was measured, whatever has been done to
-    it; another one must at least be a multiple of it. `precision` is the rounding error with which
-    it was computed, if that is coarser than its own: autograd's own gradient of an LSTM under
-    autocast, say.
+    variance to κ²v². Clipping by value has a κ for each element. Both leave ρ = v²/ḡ² unchanged.
+    `same` says whether `grad` is the measured tensor, changed or not; another tensor must be a
+    multiple of the measured one. `precision` is the rounding error of the gradient, if it was
+    computed in a coarser type than its own (for example autograd's gradient of an LSTM under
+    autocast).
     """
     SS, gS, gg, W = compared
-    # also where the sums are in double precision; then, so is g·S
+    # for sums in double precision, too: then g·S is in double precision as well
     finite = SS + gg + m.count * W <= largest_sum(m.total.dtype)
-    if finite and gS == SS == gg:  # nothing has touched it
+    if finite and gS == SS == gg:  # the gradient was not changed
         return m.total, 1.0
     S, g = m.total.reshape(-1), grad.to(m.total.dtype).reshape(-1)
     if not finite:
@@ -164,8 +168,8 @@ def as_seen(
     if SS == 0:  # the whole gradient was added after backward()
         return g.view_as(grad), 1.0
     kappa = gS / SS
-    eps = max(torch.finfo(grad.dtype).eps, precision)
-    across = gg - kappa * gS  # what is left of g, squared, without its part along S
+    eps = max(rounding_of(grad.dtype), precision)
+    across = gg - kappa * gS  # the squared part of g that is orthogonal to S
     rounding = PARALLEL * torch.finfo(S.dtype).eps * gg + (eps * kappa) ** 2 * m.count * W
     if across <= rounding:  # parallel
         return g.view_as(grad), kappa**2
@@ -175,18 +179,24 @@ def as_seen(
 
 
 @functools.cache
+def rounding_of(dtype: torch.dtype) -> float:
+    """Return the unit of rounding of a type."""
+    return torch.finfo(dtype).eps
+
+
+@functools.cache
 def largest_sum(dtype: torch.dtype) -> float:
-    """Return the largest sum that leaves some room, for what increments add up over steps."""
+    """Return the largest allowed sum of squares; it leaves room for sums over steps."""
     return torch.finfo(dtype).max * ROOM
 
 
 def _by_element(g: Tensor, S: Tensor, overall: float) -> Tensor:
     """Return κ² of each element, (g/S)².
 
-    Clipping by value is known by several elements of the same, largest size, and makes none larger
-    than κ² of the others. Anything else that was done to single elements, rounding included, may
-    have added something, and then (g/S)² says nothing where S is small. So it is held to the
-    median: of those that are not 0, and were not clipped.
+    Clipping by value shows in several elements with the same, largest absolute value; their κ² is
+    at most that of the others. Any other change of single elements, including rounding, may have
+    added something; then (g/S)² is meaningless where S is small. So κ² is limited to the median
+    over the elements that are not 0 and were not clipped.
     """
     each = (g / S).square_().nan_to_num_(nan=overall, posinf=overall)
     size = g.abs()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _FIXED = ("history", "history_beta", "scale_free", "per")
 FIXED = "vr_fixed"
-"""The key of a param group under which `fix_groups` keeps the values of those."""
+"""The key of a param group under which `fix_groups` stores the fixed options."""
 UNSUPPORTED = {
     "differentiable": "autograd cannot differentiate its step; leave it False",
     "capturable": "a step reads values once (to see whether the gradient was clipped or replaced), "
@@ -36,8 +36,8 @@ def defaults(extra: Choices) -> dict[str, Any]:
 
 
 def as_python(value: Any) -> Any:
-    """Return a number of another library (NumPy's float64 is a float) as Python's own, so that a
-    checkpoint holds nothing else.
+    """Return a number of another library (NumPy's float64 is a float) as a Python number, so that a
+    checkpoint holds only Python numbers.
     """
     return float(value) if isinstance(value, float) else value
 
@@ -59,7 +59,9 @@ def signature(cls: type, extra: Choices) -> inspect.Signature:
 
 
 def check_group(cls: type[Regularized], group: Mapping[str, Any]) -> None:
-    """Raise a VarregError that says what is allowed, if an option of a group is not."""
+    """Raise a VarregError that names the allowed values, if an option of a group has another
+    value.
+    """
     check(group)
     for name, allowed in cls._extra_options.items():
         check_choice(name, group[name], allowed)
@@ -69,8 +71,8 @@ def check_group(cls: type[Regularized], group: Mapping[str, Any]) -> None:
 
 
 def fix_groups(groups: list[dict[str, Any]], extra: Choices) -> None:
-    """Note in each group the options that give the statistics their meaning; raise a VarregError if
-    they are others than at the first regularized step.
+    """Store in each group the options that define its statistics. Raise a VarregError if they
+    differ from those of the first regularized step.
     """
     check_model_groups(groups)
     names = (*_FIXED, *extra)
@@ -91,16 +93,16 @@ def load_keeping_options(
     state_dict: dict[str, Any],
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Load a checkpoint by torch's own method, and return it as the last of all hooks saw it.
+    """Load a checkpoint by torch's own method, and return it as the hooks have changed it.
 
-    Options that the checkpoint does not know stay as they are, group by group.
+    Options that the checkpoint does not have keep their current values, group by group.
     """
     present = [{name: group[name] for name in options} for group in optimizer.param_groups]
     final: dict[str, Any] = {}
 
     def merge(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         groups = saved["param_groups"]
-        if len(groups) <= len(present):  # else torch says what is wrong
+        if len(groups) <= len(present):  # otherwise torch raises its own error
             groups = [{**mine, **group} for mine, group in zip(present, groups)]
         final.update({**saved, "param_groups": groups})
         return final

@@ -48,14 +48,16 @@ class Kernel:
 
     kind: contract.Increment
     fill: Callable[[contract.Task, Mapping[str, Any], Mapping[str, Any], bool], None]
-    """Write to a task what this increment is made of: of (task, param group, state after the base's
-    step, whether the sums of the variance are new).
+    """Fills the fields of a task that are specific to this increment. Its arguments are the task,
+    the param group, the state, and whether the sums of the variance are new.
     """
+    knows_base: bool = False
+    """Whether native code can take the base's own step, too: `fill` has filled what it needs."""
     takes_gradient: bool = False
-    """Whether it reads the gradient itself."""
+    """Whether the kernel reads the gradient itself."""
     can_repeat: bool = False
-    """Whether the C can repeat λ of the last step from the state. λ is then not kept, and elements
-    share one count as long as each of them has a ρ in the same steps.
+    """Whether native code can compute λ of the last step again from the state. Then λ is not
+    stored, and all elements share one count as long as they have a ρ in the same steps.
     """
 
 
@@ -64,24 +66,27 @@ class Increment:
     """The increment δ̄ of an optimizer with certain options, with the base at x' = x − lr·δ̄ (or at
     that and decoupled weight decay).
 
-    Variance and kernel are given together: another increment has no kernel unless it brings one.
+    Variance and kernel belong together: an increment without a kernel of its own is computed by
+    PyTorch.
     """
 
     variance: Callable[[ParameterStep], tuple[Tensor, Tensor]]
     """Return δ̄ and its variance, after the base's step. `step.g` is the gradient with its sign and
-    coupled weight decay, `step.s2` its σ²; `step[name]` is what the state has under that name.
+    coupled weight decay, `step.s2` its σ²; `step[name]` is the entry of the state under that name.
 
-    It brings its sums up to date, in place; where `step.first`, they are new, and 0.
+    It updates its sums in place. If `step.first`, the sums are new, and 0.
     """
     reads: tuple[str, ...] = ()
-    """Names of what it takes from the base's state, each of the parameter's shape."""
+    """Names of the entries of the base's state that it reads, each of the parameter's shape."""
     sums: tuple[str, ...] = ()
     """Names of the sums that it keeps in the state, each of the parameter's shape."""
     kernel: Kernel | None = None
+    is_linear: bool = False
+    """Whether it is linear in the gradients: then sums over elements obey the same recursions."""
 
 
 class AdaptiveOptions(Options, total=False):
-    """What optimizers with a denominator have beside the regularizer's options."""
+    """The options of optimizers with a denominator: those of the regularizer, and `variance`."""
 
     variance: Literal["simplified", "direct"]
     """Which of S2.4's two versions of the increment's variance."""
@@ -92,7 +97,7 @@ VERSIONS = {"variance": ("simplified", "direct")}
 
 
 def coupled_decay(group: Mapping[str, Any]) -> float:
-    """Return the weight decay that is a part of the gradient."""
+    """Return the weight decay that the base adds to the gradient; 0 if it is decoupled."""
     return 0.0 if group.get("decoupled_weight_decay") else float(group.get("weight_decay", 0))
 
 
@@ -110,8 +115,8 @@ def momentum(V: Tensor, s2: Tensor, mu: float, dampening: float, first: bool) ->
 
 
 def nesterov(V: Tensor, s2: Tensor, mu: float, dampening: float, first: bool) -> Tensor:
-    """Return Var of g_t + μ·b_t, given V = Var(b_t): g_t comes in twice, with weight 1 + μa where
-    a = 1−d is its weight in b_t.
+    """Return Var of g_t + μ·b_t, given V = Var(b_t): g_t appears twice, with total weight 1 + μa,
+    where a = 1−d is its weight in b_t.
 
     μ²V + ((1 + μa)² − μ²a²)σ² = μ²V + (1 + 2μa)σ².
     """
@@ -120,7 +125,7 @@ def nesterov(V: Tensor, s2: Tensor, mu: float, dampening: float, first: bool) ->
 
 
 Weights = tuple[float, float]
-"""What is kept of a sum, and with what weight a new value is added."""
+"""The factor of the old sum, and the weight of a new value."""
 
 
 def numerator_weights(beta: float) -> Weights:
@@ -149,7 +154,7 @@ def accumulate_denominator(V: Tensor, ggs2: Tensor, beta: float) -> Tensor:
 
 
 def accumulate(sums: list[Tensor], new: list[Tensor], weights: Sequence[Weights]) -> None:
-    """Bring several sums up to date, in place, each with its own weights."""
+    """Update several sums in place, each with its own weights."""
     _torch.foreach_mul_into(sums, [keep for keep, _ in weights])
     _torch.foreach_add_into(sums, _torch.foreach_mul(new, [take for _, take in weights]))
 
@@ -165,9 +170,9 @@ def weighted(g: Tensor, s2: Tensor, direct: bool) -> tuple[Tensor, Tensor]:
 def ratio(delta: Tensor, p2: Tensor, D: Tensor, sums: Sequence[Tensor], direct: bool) -> Tensor:
     """Return Var(n/D) from N, C and V, which are not changed; nan where it is not known.
 
-    That is where nothing has come in yet, and where the bracket is as small as rounding leaves it:
-    Adam's first step, m̂/√v̂ = ±1, has no variance to first order, and a history must take neither
-    noise nor 0 for it.
+    It is not known if no gradient has arrived yet, or if the bracket is within rounding errors of
+    0. For example, Adam's first step m̂/√v̂ = ±1 has no variance to first order; a history must
+    record neither rounding errors nor 0 for it.
     """
     N, C, V = sums
     slope = delta / p2 if direct else delta.abs()
@@ -178,5 +183,5 @@ def ratio(delta: Tensor, p2: Tensor, D: Tensor, sums: Sequence[Tensor], direct: 
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """Return what rounding may leave of the bracket, relative to what is added in it."""
+    """Return the bound on the rounding error of the bracket, relative to its positive terms."""
     return max(BRACKET[0] * torch.finfo(dtype).eps, BRACKET[1])

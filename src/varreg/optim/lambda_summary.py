@@ -1,4 +1,4 @@
-"""λ for people and logs: how far the last step was from the base optimizer's."""
+"""Summaries of λ for people and logs: how the last step differed from the base's step."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class LambdaRow:
     elements: int
     mean: float
     effective: float
-    """The mean weighted by the squared gradient: what the learning rate would have to be multiplied
-    with to move as far. nan once gradients are cleared.
+    """Effective λ: the mean weighted by squared gradients, that is, the factor of the learning rate
+    that would make plain steps about as long. nan after gradients are cleared.
     """
     quantiles: tuple[float, float, float]
     """10 %, 50 %, 90 %."""
@@ -32,7 +32,7 @@ class LambdaRow:
 
 @dataclass(frozen=True)
 class LambdaSummary:
-    """Rows per parameter, and one for all of them together, or None where the last step had no λ;
+    """Rows per parameter, and one for all parameters together (None if the last step had no λ).
     `print` it.
     """
 
@@ -43,7 +43,7 @@ class LambdaSummary:
         """Return flat numbers for a logger: `lambda/conv1.weight/mean`, …/`effective`, …/`q10`,
         `q50`, `q90`; `lambda/mean`, … for all.
 
-        Empty where the last step had no λ.
+        The dict is empty if the last step had no λ.
         """
         rows = [(f"{prefix}/{r.name}", r) for r in self.parameters]
         rows += [(prefix, self.model)] if self.model else []
@@ -87,20 +87,24 @@ def _row(name: str, lam: Tensor, square: Tensor | None, known: Tensor) -> Lambda
 
 
 Named = tuple[str, Tensor, "Tensor | None", "Tensor | None", int]
-"""Name, λ, gradient, how often each element had a ρ, and number of elements, of a parameter."""
+"""A parameter's name, λ, gradient, count of steps with a ρ (per element), and number of
+elements.
+"""
 
 
 def _known(lam: Tensor, grad: Tensor | None, count: Tensor | None, n: int) -> Tensor:
-    """Return where there is, or ever was, a gradient. Elsewhere λ is 1, and nothing moves."""
+    """Return where elements have, or ever had, a gradient. Elsewhere λ is 1, and the element never
+    moved.
+    """
     if count is None or not lam.dim():
         return lam.new_ones((n,), dtype=torch.bool)
-    known = count.expand(lam.shape).reshape(-1) > 0  # one count may be that of all
+    known = count.expand(lam.shape).reshape(-1) > 0  # all elements may share one count
     return known if grad is None else known | (grad.reshape(-1) != 0)
 
 
 def overview(named: list[Named]) -> LambdaSummary:
-    """Summarize λ of the whole model alone. Nothing is sorted but up to `LAMBDA_SAMPLE` elements,
-    evenly spaced, for the quantiles.
+    """Return the summary of λ of the whole model alone. The quantiles are those of up to
+    `LAMBDA_SAMPLE` evenly spaced elements.
     """
     named = [row for row in named if row[-1]]
     if not named:
@@ -109,14 +113,14 @@ def overview(named: list[Named]) -> LambdaSummary:
     every = math.ceil(elements / LAMBDA_SAMPLE)
     sums, sample, first = [], [], 0  # `first`: where the next element of the sample is
     for _, lam, grad, count, n in named:
-        each = lam.reshape(-1).expand(n)  # one λ may be that of all
+        each = lam.reshape(-1).expand(n)  # all elements may share one λ
         known, nothing = _known(lam, grad, count, n), each.new_tensor(math.nan)
         square = nothing if grad is None else grad.reshape(-1).to(each.dtype).square()
         parts = (each * known, square * each, square, known.to(each.dtype))
         sums.append(torch.stack([_sum(part) for part in parts]))
         sample.append(torch.where(known[first::every], each[first::every], nothing))
         first = (first - n) % every
-    home = sums[0].device  # all of it is read at once
+    home = sums[0].device  # one transfer for all of it
     total, weighted, weight, moved = torch.stack([x.to(home) for x in sums]).sum(0).tolist()
     some = torch.cat([x.to(home) for x in sample]).cpu().double()
     some = some[~some.isnan()].sort().values
@@ -139,8 +143,8 @@ def _quantiles(ordered: Tensor) -> tuple[float, float, float]:
 
 
 def summarize(named: list[Named]) -> LambdaSummary:
-    """Summarize λ of parameters. Elements that never had a ρ, and have no gradient now, are left
-    out of mean and quantiles: there λ is 1, and nothing moves.
+    """Return the summary of λ of parameters. Mean and quantiles leave out elements that never had a
+    ρ and have no gradient now: their λ is 1, and they do not move.
     """
     parts = []
     for name, lam, grad, count, n in named:

@@ -1,4 +1,4 @@
-"""What to call a parameter."""
+"""Names of parameters for messages."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from varreg.engine.parameters import LEDGERS
 
 
 def names(optimizer: Optimizer) -> dict[Tensor, str]:
-    """Return a name for each parameter: the one that the optimizer was given, or the observed model
-    has for it, or its place in the param groups.
+    """Return a name for each parameter: its name in the optimizer, or in the observed model, or its
+    position in the param groups.
     """
     out = {}
     for i, group in enumerate(optimizer.param_groups):

@@ -1,6 +1,6 @@
-"""Steps cut to a size that suits the cache: large parameters in slices, small ones joined.
+"""Parts of a good size for the cache: large parameters are sliced, small ones joined.
 
-A part is a `ParameterStep` itself, whose tensors are those of some elements.
+A part is itself a `ParameterStep`, with tensors of some of the elements.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ if TYPE_CHECKING:
 
 ON_CPU = SMALL_PARAMETER, sys.maxsize, LARGE_PARAMETER
 ON_DEVICE = DEVICE_SMALL, DEVICE_JOINED, DEVICE_LARGE
-"""Elements up to which a parameter is joined with others, of all that are joined, and from which
-it is sliced."""
+"""The largest size of a parameter that is joined, the largest size of joined parameters together,
+and the size from which on a parameter is sliced, in elements.
+"""
 
 
 def set_lambdas(steps: Iterable[ParameterStep], work: Callable[[ParameterStep], Tensor]) -> None:
-    """Set λ of each step to what `work` returns for its parts."""
+    """Set λ of each step to the results of `work` for its parts."""
     small: dict[tuple[Any, ...], list[ParameterStep]] = {}
     for step in steps:
         if step.p.dim() > 0 and step.p.numel() <= _sizes(step)[0]:
@@ -58,8 +59,8 @@ def _sizes(step: ParameterStep) -> tuple[int, int, int]:
 
 
 def _of_good_size(steps: list[ParameterStep]) -> Iterator[list[ParameterStep]]:
-    """Yield the steps, not too many elements at a time. On a device each has the same κ²: clipping
-    gives each its own, and joined they are few kernels.
+    """Yield lists of steps that are joined, with a limited number of elements each. On the CPU,
+    joined steps have the same κ²; on a device they may differ, so that few kernels serve all.
     """
     most, elements = _sizes(steps[0])[1], 0
     together: list[ParameterStep] = []
@@ -73,14 +74,14 @@ def _of_good_size(steps: list[ParameterStep]) -> Iterator[list[ParameterStep]]:
 
 
 def slices(step: ParameterStep) -> Iterator[ParameterStep]:
-    """Yield a step as it is; or in slices if it is large, and all that belongs to it lies in one
-    order.
+    """Yield the slices of a step; the whole step if it is small, or if its tensors have different
+    strides.
     """
     m, names, n, large = step.measured, _names(step), step.p.numel(), _sizes(step)[2]
     tensors = [step.x, step.grad, m.total, m.square, *(step[name] for name in names)]
     if isinstance(step.kappa2, Tensor):
         tensors.append(step.kappa2)
-    # a slice must be of the same elements in all of them
+    # a slice must have the same elements in all tensors
     if n <= large or not all(t.is_contiguous() for t in tensors):
         yield step
         return
@@ -89,13 +90,17 @@ def slices(step: ParameterStep) -> Iterator[ParameterStep]:
 
 
 def _names(step: ParameterStep) -> list[str]:
-    """Return the names in the state of what a part needs, each of the parameter's shape."""
+    """Return the names of the entries of the state that a part needs, each of the parameter's
+    shape.
+    """
     names = (*step.increment.reads, *step.increment.sums, *HISTORY)
     return [name for name in names if step.state[name].dim()]
 
 
 def _cut(step: ParameterStep, span: slice, names: list[str]) -> ParameterStep:
-    """Return the step of a span of a parameter's elements. It writes to the parameter's memory."""
+    """Return the step of a range of a parameter's elements. Its tensors are views of the
+    parameter's.
+    """
     m = step.measured
     total, square = m.total.view(-1)[span], m.square.view(-1)[span]
     return replace(
@@ -109,9 +114,9 @@ def _cut(step: ParameterStep, span: slice, names: list[str]) -> ParameterStep:
 
 
 def _kind(step: ParameterStep) -> tuple[Any, ...]:
-    """Return what parameters must have in common to be joined."""
+    """Return the key that is equal for parameters that can be joined."""
     m, state = step.measured, step.state
-    # the base's own numbers: its count of steps, and what NAdam makes of it
+    # numbers of the base: its count of steps, and NAdam's product of momenta
     numbers = tuple(
         step.t if key == "step" else float(value)
         for key, value in state.items()
@@ -125,7 +130,9 @@ def _kind(step: ParameterStep) -> tuple[Any, ...]:
 
 
 def _join(steps: list[ParameterStep]) -> ParameterStep:
-    """Return one step of the elements of all, one parameter after the other, in new memory."""
+    """Return one step with the elements of all steps, one parameter after the other, in new
+    memory.
+    """
     lead = steps[0]
 
     def join(tensors: list[Any]) -> Tensor:
@@ -144,14 +151,14 @@ def _join(steps: list[ParameterStep]) -> ParameterStep:
         moments=moments,
         state={**lead.state, **joined},
         grad=moments.total if untouched else join([step.grad for step in steps]),
-        # only weight decay asks where parameters were
+        # only weight decay needs the values of parameters
         x=join([step.x for step in steps]) if coupled_decay(lead.group) else lead.x,
         kappa2=_joined_kappa2(steps),
     )
 
 
 def _joined_kappa2(steps: list[ParameterStep]) -> Tensor | float:
-    """Return κ² of all elements: a number, if it is one for all."""
+    """Return κ² of all elements; a number if it is the same for all."""
     first = steps[0].kappa2
     if all(not isinstance(step.kappa2, Tensor) and step.kappa2 == first for step in steps):
         return first
@@ -169,9 +176,7 @@ def _joined_kappa2(steps: list[ParameterStep]) -> Tensor | float:
 
 
 def _distribute(joined: ParameterStep, steps: list[ParameterStep]) -> None:
-    """Hand λ to the steps, and write what was joined of our statistics back to where it came
-    from.
-    """
+    """Set λ of the steps, and copy our joined statistics back to their states."""
     sizes = [step.p.numel() for step in steps]
     for step, lam in zip(steps, joined.lam.split(sizes), strict=True):
         step.lam = lam.view(step.p.shape)
@@ -182,8 +187,8 @@ def _distribute(joined: ParameterStep, steps: list[ParameterStep]) -> None:
             continue  # it is the same memory
         shaped = [t.view(p.shape) for t, p in zip(block.split(sizes), here, strict=True)]
         if block.is_cpu or any(is_sharded(step.state[name]) for step in steps):
-            if name not in joined.increment.reads:  # those are the base's, and were only read
+            if name not in joined.increment.reads:  # these belong to the base, and were only read
                 _torch.foreach_copy(here, shaped)
-        else:  # from now on they lie one after the other, and need not be joined
+        else:  # from now on they are adjacent in memory, and need not be joined again
             for step, t in zip(steps, shaped, strict=True):
                 step.state[name] = t.data

@@ -1,4 +1,4 @@
-"""The statistics that a parameter's state lacks: made before they are written to."""
+"""Create the statistics that are missing in a parameter's state."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def needed(sums: tuple[str, ...], calibrate: bool) -> dict[str, None]:
 
 
 def prepare(optimizer: Optimizer, step: ParameterStep) -> None:
-    """Make the statistics that are missing. They are in float64 while the sums of squares are,
-    which float32 could not hold.
+    """Create the missing statistics. They are in float64 while the sums of squares are in
+    float64.
     """
     p, m, group, sums = step.parameter, step.moments, step.group, step.increment.sums
     state = step.state = optimizer.state[p]
@@ -41,26 +41,26 @@ def prepare(optimizer: Optimizer, step: ParameterStep) -> None:
         dtype = narrow(state, dtype)
     missing = [key for key in needed(sums, group["calibrate"]) if key not in state]
     if STEPS in state and not set(sums).isdisjoint(missing):
-        state[STEPS].zero_()  # an option was switched on: its sums begin now
+        state[STEPS].zero_()  # an option was switched on: its sums start now
     scope = SCOPES[group["per"]]
     for key in missing:
         if key == COUNT and _may_share_count(step):
-            state[key] = torch.zeros((), dtype=dtype)
+            state[key] = torch.zeros((), dtype=dtype, device=p.device)
         elif key in HISTORY:
             state[key] = scope.begin_history(optimizer, key, p, dtype)
         elif key in sums:
             state[key] = torch.zeros_like(p, dtype=dtype)
-        elif key == STEPS:  # read in each step: as torch's own count, it stays on the CPU
+        elif key == STEPS:  # read in each step: like torch's own count, it stays on the CPU
             state[key] = torch.zeros((), dtype=dtype, device="cpu")
         else:
             state[key] = torch.zeros((), dtype=dtype, device=p.device)
     if wide and step.regularized and m is not None and m.square.dtype != torch.float64:
-        # the state was in float64 until now: so is this step
+        # the state was in float64 until now, and this step stays in float64
         step.moments = replace(m, total=m.total.double(), square=m.square.double())
         step.grad = step.grad.double()
 
 
 def _may_share_count(step: ParameterStep) -> bool:
-    """Return whether one count may serve all elements, until one of them has a step without ρ."""
+    """Return whether all elements may share one count, until one of them has a step without a ρ."""
     kernel, kernels = step.increment.kernel, BACKENDS[step.parameter.device.type]
     return step.native and kernels is native and kernel is not None and kernel.can_repeat

@@ -1,7 +1,7 @@
-"""λ of the last step, where nobody keeps it: repeated from what the step left in the state.
+"""λ of the last step, computed again from the state, if the step did not store it.
 
-Native code can do that where increment and variance are made of the state alone, and every element
-had a ρ. So λ takes memory only while somebody looks at it.
+Native code can do that if increment and variance depend on the state alone, and every element had a
+ρ. So λ takes memory only when it is read.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class RepeatedLambda(NamedTuple):
-    """What λ of one parameter is made of."""
+    """The task and tensors from which λ of one parameter is computed again."""
 
     task: Task
-    """The native step, as it was taken: its numbers, and pointers into the tensors."""
+    """The task of the native step: its numbers, and pointers to the tensors."""
     state: tuple[Tensor, ...]
     """The tensors, held so that the pointers stay valid; history and count are the last two."""
 
@@ -35,8 +35,8 @@ class RepeatedLambda(NamedTuple):
 
 
 def split_count(step: ParameterStep, task: Task) -> None:
-    """Give each element a count of its own, in the first step in which some of them have no ρ; and
-    keep λ of the step, if it is not kept yet.
+    """Give each element its own count, in the first step in which some elements have no ρ. Store λ
+    of the step, if it is not stored yet.
     """
     valid = torch.empty_like(step.state["vr_history"])
     _repeat(task, valid, lam=None, variance=valid.data_ptr())

@@ -47,7 +47,7 @@ class VRRMSprop(Regularized, torch.optim.RMSprop):
 
     `variance="direct"` weights with g/p₂ and its square. `centered`: p₂² = EMA(ḡ²) − EMA(ḡ)², where
     direct weights are (g_τ − EMA(ḡ))/p₂. With `momentum`, b ← μb + δ̄ has Var(b) ← μ²Var(b) +
-    Var(δ̄): what two steps' denominators have in common is left out.
+    Var(δ̄): the covariance between the denominators of different steps is neglected.
 
     The arguments are those of `torch.optim.RMSprop`, then the keyword-only ones of `VRAdam`.
     """

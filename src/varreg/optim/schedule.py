@@ -1,4 +1,6 @@
-"""A falling impact factor s: the paper's conclusion, as `torch.optim.lr_scheduler` does it."""
+"""Schedulers of the impact factor s, which the paper suggests in its conclusion, in the style of
+`torch.optim.lr_scheduler`.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ class SScheduler:
     """A schedule of s: each param group's s is `initial_s`·factor(t), t counting the calls of
     `step()`. Abstract: subclasses have `factor`.
 
-    The paper expects noise to help late in training, out of local minima, and less of it to be
-    regularized away then. Call `step()` as often as you count t: once an epoch, or once a batch.
+    The paper expects that noise helps to leave local minima late in training, and suggests a
+    smaller s then. Call `step()` as often as you count t: once an epoch, or once a batch.
     `initial_s` is kept in the param group, as lr schedulers keep `initial_lr`.
     """
 
@@ -47,7 +49,7 @@ class SScheduler:
         raise NotImplementedError
 
     def step(self) -> None:
-        """Go to the next t."""
+        """Advance to the next t, and set s of every param group."""
         self.last_epoch += 1
         factor = self.factor(self.last_epoch)
         if not (math.isfinite(factor) and factor >= 0):
@@ -63,12 +65,12 @@ class SScheduler:
         return [group["s"] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all but the optimizer, and functions, which are not saved."""
+        """Return the state without the optimizer and without functions, which are not saved."""
         return {k: v for k, v in self.__dict__.items() if k != "optimizer" and not callable(v)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned. As for lr schedulers, load the optimizer's state, too,
-        which has s itself.
+        """Load the result of `state_dict`. Load the optimizer's state, too, which has s itself, as
+        for learning-rate schedulers.
         """
         self.__dict__.update(state_dict)
 
@@ -96,7 +98,9 @@ class InverseTimeS(SScheduler):
 
 
 class CosineS(SScheduler):
-    """s_t from s₀ to 0 in `total` steps along half a cosine, then 0: the base optimizer."""
+    """s_t falls from s₀ to 0 in `total` steps along half a cosine. With s = 0, the step is the
+    base's.
+    """
 
     def __init__(self, optimizer: Optimizer, total: int, last_epoch: int = -1):
         if not total > 0:

@@ -1,4 +1,4 @@
-"""How far one λ reaches: an element, a tensor, or the model (option `per`)."""
+"""Scopes of λ: one λ for each element, each tensor, or the whole model (option `per`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Element:
     def begin_history(
         self, optimizer: Optimizer, key: str, p: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        """Return what one of the two sums of a parameter's history begins with."""
+        """Return the initial value of one of the two sums of a parameter's history."""
         return torch.zeros_like(p, dtype=dtype)
 
     def regularize(self, optimizer: Optimizer, steps: list[ParameterStep]) -> None:
@@ -66,14 +66,16 @@ class PerTensor(Element):
 class PerModel(PerTensor):
     """One λ for all parameters, from one ρ and one history.
 
-    The state of each parameter has a copy of the history, since a state dict knows nothing but
-    parameters.
+    The state of each parameter has a copy of the history, since a state dict has entries of
+    parameters only.
     """
 
     def begin_history(
         self, optimizer: Optimizer, key: str, p: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        """Return what the others have: a parameter may join late."""
+        """Return a copy of the history of the other parameters, since a parameter may be added
+        late.
+        """
         history = super().begin_history(optimizer, key, p, dtype)
         others = (state[key] for state in _states(optimizer) if key in state)
         return next((history.copy_(other) for other in others), history)
@@ -99,7 +101,9 @@ SCOPES: dict[str, Element] = {"element": Element(), "tensor": PerTensor(), "mode
 
 
 def check_model_groups(groups: list[dict[str, Any]]) -> None:
-    """Raise a VarregError if param groups that share a history differ in what it means."""
+    """Raise a VarregError if param groups that share a history have different options of the
+    history.
+    """
     shared = [
         {name: group[name] for name in _OF_A_MODEL}
         for group in groups
@@ -119,8 +123,8 @@ def _states(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _spreads(steps: list[ParameterStep]) -> list[tuple[Tensor, Tensor]]:
-    """Return √Σδ̄² and Σσ² of each, over all elements whose variance is known; sums over
-    shards are one reduction for all.
+    """Return √Σδ̄² and Σσ² of each step, over all elements with a known variance. Sums over shards
+    take one reduction for all steps.
     """
     sums = [_spread(step) for step in steps]
     sharded = [i for i, step in enumerate(steps) if is_sharded(step.parameter)]
@@ -132,7 +136,7 @@ def _spreads(steps: list[ParameterStep]) -> list[tuple[Tensor, Tensor]]:
 
 
 def _spread(step: ParameterStep) -> Tensor:
-    """Return Σδ̄² and Σσ² over the elements of a parameter that are here."""
+    """Return Σδ̄² and Σσ² over the elements of a parameter that this process holds."""
     sums = step.measured.total.new_zeros(2)
     for part in parts.slices(step) if step.p.numel() else ():
         delta, variance = part.increment_and_variance()

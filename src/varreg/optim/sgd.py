@@ -40,26 +40,30 @@ def _fill(
     task: contract.Task, group: Mapping[str, Any], state: Mapping[str, Any], first: bool
 ) -> None:
     task.sign = -1.0 if group["maximize"] else 1.0
-    task.decay = float(group["weight_decay"])
+    task.decay, task.take = float(group["weight_decay"]), 1 - group["dampening"]
     if mu := group["momentum"]:
-        a = 1.0 if first else 1 - group["dampening"]  # b begins with the first gradient itself
+        a = 1.0 if first else 1 - group["dampening"]  # b starts as the first gradient
         task.average = state["momentum_buffer"].data_ptr()
         task.V = state["vr_variance"].data_ptr()
         task.keep_V, task.take_V = 0.0 if first else mu**2, a**2
         task.mu, task.again = mu, 1 + 2 * mu * a
 
 
-_BUFFERS = {"reads": ("momentum_buffer",), "sums": ("vr_variance",)}
+_BUFFERS: Any = {"reads": ("momentum_buffer",), "sums": ("vr_variance",), "is_linear": True}
 GRADIENT = Increment(
-    _gradient, kernel=Kernel(contract.Increment.GRADIENT, _fill, takes_gradient=True)
+    _gradient,
+    kernel=Kernel(contract.Increment.GRADIENT, _fill, knows_base=True, takes_gradient=True),
+    is_linear=True,
 )
 HEAVY_BALL = Increment(
-    _heavy_ball, **_BUFFERS, kernel=Kernel(contract.Increment.HEAVY_BALL, _fill, can_repeat=True)
+    _heavy_ball,
+    **_BUFFERS,
+    kernel=Kernel(contract.Increment.HEAVY_BALL, _fill, knows_base=True, can_repeat=True),
 )
 NESTEROV = Increment(
     _nesterov,
     **_BUFFERS,
-    kernel=Kernel(contract.Increment.NESTEROV, _fill, takes_gradient=True),
+    kernel=Kernel(contract.Increment.NESTEROV, _fill, knows_base=True, takes_gradient=True),
 )
 
 
@@ -98,6 +102,6 @@ class VRSGD(Regularized, torch.optim.SGD):
             return HEAVY_BALL
         increment = NESTEROV if group["momentum"] else GRADIENT
         if abs(float(group["weight_decay"]) * float(group["lr"])) > 0.5:
-            # the kernel would divide by 1 − lr·decay to find where x was: too near to 0
+            # the kernel divides by 1 − lr·decay to find the old x: that must not be near 0
             return replace(increment, kernel=None)
         return increment

@@ -1,6 +1,6 @@
 """The regularizer's statistics in the optimizer's state: their names and their precision.
 
-Names begin with vr_, so that they never meet the base's.
+Names begin with vr_, so that they differ from all names of the base.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 COUNT = "vr_count"
-"""How many ρ are in the history of each element; one number if all elements have as many."""
+"""The number of ρ in the history of each element; a single number if it is the same for all
+elements.
+"""
 HISTORY = ("vr_history", COUNT)
 STEPS = "vr_steps"
 CALIBRATION = ("vr_lambda_recent", "vr_lambda_total", "vr_lambda_steps")
@@ -33,13 +35,13 @@ def is_wide(state: Mapping[str, Any]) -> bool:
 
 
 def narrow(state: dict[str, Any], dtype: torch.dtype) -> torch.dtype:
-    """Bring our statistics to this precision, all of them, if it can hold them; else to float64.
-    Return which it is.
+    """Convert all of our statistics to this precision, or to float64 if they are out of its range.
+    Return the precision.
     """
     ours = statistics(state)
     wide = [local(v) for v in ours.values() if v.dtype == torch.float64 != dtype]
     sizes = [float(value.abs().max()) for value in wide if value.numel()]
-    # a size of inf is one in any precision
+    # inf is inf in any precision
     if any(0 < size < STATISTICS[0] or STATISTICS[1] < size < math.inf for size in sizes):
         dtype = torch.float64
     state.update({key: value.to(dtype) for key, value in ours.items()})
@@ -47,8 +49,8 @@ def narrow(state: dict[str, Any], dtype: torch.dtype) -> torch.dtype:
 
 
 def restore(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Take our statistics from a checkpoint in the precision that they have there, which torch
-    would round to that of parameters.
+    """Load our statistics from a checkpoint in their own precision. torch would round them to the
+    precision of the parameters.
     """
     ids = [i for group in saved["param_groups"] for i in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -59,15 +61,15 @@ def restore(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 
 
 def expand_count(state: dict[str, Any]) -> None:
-    """Give each element a count of its own, where all share one."""
+    """Give each element its own count, if all elements share one."""
     count, shape = state[COUNT], state[HISTORY[0]].shape
     if count.shape != shape:
         state[COUNT] = count.expand(shape).clone()
 
 
 def with_counts(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict in which each element has a count of its own: so that checkpoints look
-    alike, whatever is shared in memory. The optimizer's own state stays as it is.
+    """Return a state dict in which each element has its own count, so that checkpoints have the
+    same form whether counts are shared or not. The optimizer's state does not change.
     """
     states = {key: dict(state) for key, state in saved["state"].items()}
     for state in states.values():
@@ -77,12 +79,12 @@ def with_counts(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def share_count(state: dict[str, Any]) -> None:
-    """Keep one count for all elements, if they have the same."""
+    """Replace the counts of all elements by one shared count, if they are equal."""
     count = state[COUNT]
     if count.numel() and bool((count == count.flatten()[0]).all()):
         state[COUNT] = count.flatten()[0].clone()
 
 
 def statistics(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return what is ours in the state of a parameter."""
+    """Return our statistics in the state of a parameter."""
     return {key: value for key, value in state.items() if key.startswith("vr_")}

@@ -25,6 +25,7 @@ from varreg.engine.ledger import Ledger
 from varreg.memory import scratch
 from varreg.native.contract import Task
 from varreg.optim.calibrate import calibrate
+from varreg.optim.gradient import largest_sum, rounding_of
 from varreg.optim.increments import Increment, coupled_decay
 from varreg.optim.prepare import needed, prepare
 from varreg.optim.repeated_lambda import RepeatedLambda, split_count
@@ -177,10 +178,11 @@ def torch_step(optimizer: Regularized, steps: list[ParameterStep]) -> None:
 
 def _move(steps: list[ParameterStep], scales_decay: bool) -> None:
     """Go to x + λ·(x' − x). Decoupled weight decay is no part of an increment: it moves x first."""
-    by_group: dict[tuple[int, torch.dtype], list[ParameterStep]] = {}
+    by_group: dict[tuple[int, torch.dtype, torch.device], list[ParameterStep]] = {}
     for step in steps:
-        by_group.setdefault((id(step.group), step.lam.dtype), []).append(step)
-    for (_, dtype), alike in by_group.items():
+        key = id(step.group), step.lam.dtype, step.p.device
+        by_group.setdefault(key, []).append(step)
+    for (_, dtype, _), alike in by_group.items():
         group, there = alike[0].group, [step.p for step in alike]
         x = [step.x for step in alike]
         if group.get("decoupled_weight_decay") and not scales_decay:
@@ -196,9 +198,13 @@ def native_step(
     optimizer: Regularized,
     steps: list[ParameterStep],
     lambdas: dict[Tensor, Tensor | RepeatedLambda],
+    whole: bool = False,
 ) -> None:
     """Do the same by native code, for all parameters of one precision and device in one call; write
     to `lambdas` what λ of each parameter can be had of.
+
+    A `whole` step has the base's in it, which was not taken yet. It is not taken, and `lambdas` has
+    no entry, where a gradient is neither what was measured nor a multiple of it.
     """
     for (dtype, device), consecutive in groupby(steps, _KIND):
         alike = list(consecutive)
@@ -229,12 +235,17 @@ def native_step(
             history, number = state["vr_history"], state[COUNT]
             task.is_shared = is_shared = may_share and not number.dim()
             task.rho_sum, task.rho_count = history.data_ptr(), number.data_ptr()
-            count, is_first = state[STEPS], state[STEPS].item() == 0
+            count = state[STEPS]
+            is_first = count.item() == 0
             if count.device == device:
                 task.steps = count.data_ptr()
             else:
                 count.add_(1)  # a device's kernel does not reach it
             kernel.fill(task, group, state, is_first)
+            if whole:
+                assert step.ledger is not None
+                task.most = largest_sum(dtype)
+                task.precision = max(rounding_of(dtype), step.ledger.precision)
             if group["calibrate"]:
                 any_calibrated = True
                 task.recent, task.spent, task.times = (state[k].data_ptr() for k in CALIBRATION)
@@ -245,8 +256,13 @@ def native_step(
                 lam = torch.empty_like(p)
             step.lam = lam = lam if lam.is_contiguous() else torch.empty_like(p)
             task.lam = lam.data_ptr()
-        kernels.update(alike[0].parameter, tasks, elements, any_calibrated)
+        if whole:
+            native.whole(tasks, dtype, elements)
+        else:
+            kernels.update(alike[0].parameter, tasks, elements, any_calibrated)
         for step, task in zip(alike, tasks, strict=True):
+            if task.is_left:
+                continue
             state = step.state
             if task.is_partial:
                 split_count(step, task)

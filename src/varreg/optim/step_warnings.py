@@ -43,7 +43,7 @@ def warn_missing(optimizer: Optimizer, parameters: list[Tensor], warned: set[Any
         for p in parameters
         if (Notice.MISSING, id(p)) not in warned
         and p.grad is not None
-        and (p.grad.is_sparse or bool(p.grad.any()))
+        and (p.grad.is_sparse or p.grad.is_meta or bool(p.grad.any()))
     ]
     if not new:
         return

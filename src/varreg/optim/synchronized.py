@@ -1,4 +1,4 @@
-"""Check that moments are those of all processes, where there are several."""
+"""Check that moments are those of all processes, if there are several."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ WRONG = "what is made of them would be of one process"
 
 def check_synchronized(parameters: Iterable[Tensor], steps: bool = True) -> None:
     """Raise a MeasurementError if there are several processes and moments are not those of all of
-    them. With `steps`, an optimizer asks, and its parameters would drift apart.
+    them. With `steps`, the message is for an optimizer, whose parameters would differ between
+    processes.
     """
     if torch.distributed.get_world_size() == 1:
         return

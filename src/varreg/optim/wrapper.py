@@ -1,4 +1,4 @@
-"""Any other first-order optimizer."""
+"""Wrap any other first-order optimizer of torch."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def _gradient(step: ParameterStep) -> tuple[Tensor, Tensor]:
     return step.grad, step.s2
 
 
-GRADIENT = Increment(_gradient)
+GRADIENT = Increment(_gradient, is_linear=True)
 
 
 class VarianceRegularized(Regularized):
     """Wraps a torch optimizer, and scales the change that it makes to each parameter by λ, from ρ =
     v²/ḡ² of the gradient itself.
 
-    For an optimizer whose own increment has no derivation here; where there is one (`VRSGD`,
-    `VRAdam`, …), use that. The whole change is scaled, decoupled weight decay included. What the
-    base keeps of its own steps (ASGD's average, say) is that of its unscaled steps.
+    Use it for an optimizer without a regularized version of its own (`VRSGD`, `VRAdam`, …). The
+    whole change is scaled, including decoupled weight decay. Averages that the base keeps of its
+    own steps, such as ASGD's, are those of its unscaled steps.
 
-    It shares param groups and state with the base, so that schedulers may be given either, and its
-    `state_dict()` holds all there is. Attributes that it does not have are those of the base
+    It shares param groups and state with the base: schedulers accept either of the two, and its
+    `state_dict()` is complete. Attributes that it does not have are looked up in the base
     (`VarianceRegularized(schedule_free).eval()`).
 
     >>> import varreg
@@ -111,7 +111,7 @@ class VarianceRegularized(Regularized):
         )
         super().__setstate__({})
 
-    # One state, one list of groups: the base's, whoever of the two is asked or loads a checkpoint.
+    # State and groups are those of the base, so that both agree after either loads a checkpoint.
     base: Optimizer
     defaults = property(lambda self: self.base.defaults)
     state = property(lambda self: self.base.state)

@@ -1,6 +1,6 @@
 """Several processes: the moments of parameters whose batch they share, under DDP and `fully_shard`.
 
-The core knows of other processes in one place, `engine/processes.py`, which calls `attach` here.
+The core calls this package in one place only: `engine/processes.py` calls `attach`.
 """
 
 from __future__ import annotations
@@ -8,23 +8,30 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from varreg.errors import VarregError
+
 if TYPE_CHECKING:
     from varreg.engine.observer import Observer
 
 
 def attach(observer: Observer) -> None:
-    """Let an observer measure over all processes. Called when a model is observed, and as a forward
-    begins: it may have come into DDP, or been sharded, since.
+    """Make an observer measure over all processes. It is called when a model is observed, and at
+    the begin of each forward: the model may have been wrapped in DDP or sharded since.
     """
     from varreg.parallel import ddp
     from varreg.parallel.shared_ledger import SharedLedger, share
 
+    if observer.per != "element":
+        raise VarregError(
+            f"varreg: per={observer.per!r} is not supported in several processes. Observe the "
+            "model with varreg.observe(model)."
+        )
     if observer.parameters.ledger_type is not SharedLedger:
         observer.parameters.ledger_type = SharedLedger
         for _, ledger in observer.parameters:
             share(ledger)
     ddp.attach(observer)
-    # if nobody has imported it, nobody has sharded anything; its import would take a while
+    # if it is not imported, nothing is sharded; importing it takes a while
     if "torch.distributed.fsdp" in sys.modules:
         from varreg.parallel import fsdp
 

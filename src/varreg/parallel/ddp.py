@@ -1,15 +1,15 @@
-"""Moments over many processes: those of the global batch, for one gradient's worth of numbers more
-per step. Nothing to do in one process.
+"""Moments of the global batch over many processes under DistributedDataParallel: reduce Σc² beside
+the gradients, at the cost of one more number per gradient element and step.
 
 Sample i's contribution c_i to a gradient adds up to p.grad over samples, micro-batches and ranks
-alike. DistributedDataParallel averages gradients over W ranks: what a sample contributes to that
-average is c_i/W. So
+alike. DistributedDataParallel averages gradients over W ranks, so that a sample contributes c_i/W
+to the average. So
 
     S = the averaged gradient,   Σc² = (1/W²) Σ_ranks Σc²,   m = Σ_ranks m
 
-and only Σc² has to be reduced, beside each of DDP's own buckets, as that bucket becomes ready: it
-overlaps with the backward pass as gradients do. It is done in a communication hook, so that
-`no_sync`, unused parameters and `join` are as DDP has them: a rank that has joined sends zeros.
+and only Σc² has to be reduced: beside each of DDP's own buckets, when that bucket becomes ready, so
+that it overlaps with the backward pass. A communication hook does it, so `no_sync`, unused
+parameters and `join` work as in DDP. A rank that has joined sends zeros.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _REDUCTIONS: weakref.WeakKeyDictionary[DistributedDataParallel, Reduction] = (
 
 
 def register_comm_hook(ddp: DistributedDataParallel, state: Any, hook: Hook) -> None:
-    """Use a communication hook of your own for gradients, with varreg's beside it: in place of
-    `ddp.register_comm_hook(state, hook)`.
+    """Register a communication hook of your own for gradients, and keep varreg's hook beside it.
+    Call this in place of `ddp.register_comm_hook(state, hook)`.
 
-    It must average over ranks, as DDP itself does: moments are scaled for that.
+    The hook must average over ranks, as DDP itself does: moments are scaled for an average.
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise VarregError(
@@ -54,8 +54,8 @@ def register_comm_hook(ddp: DistributedDataParallel, state: Any, hook: Hook) -> 
 
 
 def reduction_of(ddp: DistributedDataParallel) -> Reduction:
-    """Return what reduces the moments of a DDP model. It is made at the first call: a hook can be
-    registered once, and never taken off.
+    """Return the `Reduction` of a DDP model. The first call makes and registers it: DDP accepts one
+    hook, which cannot be removed.
     """
     if ddp not in _REDUCTIONS:
         if ddp._use_python_reducer:
@@ -77,7 +77,7 @@ def reduction_of(ddp: DistributedDataParallel) -> Reduction:
 
 
 class Observers:
-    """The observers of a model, or of parts of it. They are not kept alive by it."""
+    """The observers of a model, or of parts of it, held by weak references."""
 
     def __init__(self) -> None:
         self._all: weakref.WeakSet[Observer] = weakref.WeakSet()
@@ -86,7 +86,9 @@ class Observers:
         self._all.add(observer)
 
     def ledger_of(self, p: Tensor) -> tuple[Observer, SharedLedger] | None:
-        """Return the ledger of a parameter, and whose it is; None if nobody observes it."""
+        """Return the ledger of a parameter with its observer; None if the parameter is not
+        observed.
+        """
         for observer in self._all:
             ledger = observer.parameters.ledger_of(p) if observer.is_on else None
             if isinstance(ledger, SharedLedger):
@@ -98,7 +100,7 @@ class Observers:
 
     def restart_cleared(self) -> None:
         """Restart the sums of all parameters whose gradients were cleared. The backward checks
-        again: they may still be cleared before it.
+        again, since gradients may still be cleared before it.
         """
         for o in self._all:
             o.window.restart_cleared()
@@ -116,13 +118,13 @@ class Reduction:
         self.takes_part = False
 
     def refresh(self, *_: Any) -> None:
-        """Decide, as a forward begins, whether moments are reduced. Not at any other time: ranks
-        must agree, and one that has joined calls no forward any more.
+        """Decide at the begin of a forward whether moments are reduced, and at no other time: all
+        ranks must agree, and a rank that has joined runs no forward.
         """
         self.takes_part = bool(self.observers)
         ddp = self._ddp()
         if ddp is not None and not getattr(ddp, "_has_rebuilt_buckets", True):
-            # DDP may now move gradients into other buckets, which is no clearing
+            # DDP may now move gradients into other buckets: that does not clear them
             self.observers.restart_cleared()
 
     @property
@@ -130,7 +132,7 @@ class Reduction:
         return dist.get_world_size(self.group)
 
     def average(self, bucket: GradBucket) -> Future[Tensor]:
-        """Reduce a bucket as DDP does without a hook, rounding included."""
+        """Reduce a bucket exactly as DDP does without a hook, including rounding."""
         buffer = bucket.buffer().mul_(1 / self.world)
         done: Future[Any] = dist.all_reduce(buffer, group=self.group, async_op=True).get_future()
         return done.then(lambda summed: summed.value()[0])
@@ -148,12 +150,12 @@ class Reduction:
         )
 
     def __deepcopy__(self, memo: Any) -> None:
-        return None  # a copy of the model is not this one
+        return None  # a copy of the model has no reduction
 
 
 def _reduce(reduction: Reduction, bucket: GradBucket) -> Future[Tensor]:
     """Reduce the gradients of a bucket, and beside them [Σc² of every parameter, (m, groups, is it
-    partial?) of every parameter, is this rank at work?].
+    partial?) of every parameter, has this rank not joined?].
     """
     if not reduction.takes_part:
         return reduction.inner(bucket)
@@ -186,7 +188,7 @@ def _reduce(reduction: Reduction, bucket: GradBucket) -> Future[Tensor]:
     moments = dist.all_reduce(sums, group=reduction.group, async_op=True).get_future()
 
     def done(both: Future[list[Future[Any]]]) -> Tensor:
-        both.value()  # raises what went wrong, also if the other one does not know it yet
+        both.value()  # raises the error of this reduction, also if the other one has not failed yet
         averaged: Tensor = gradients.value()
         ranks: Any = at_work[0] if by_those_left else world
         if by_those_left:
@@ -201,7 +203,7 @@ def _reduce(reduction: Reduction, bucket: GradBucket) -> Future[Tensor]:
     return torch.futures.collect_all([gradients, moments]).then(done)
 
 
-_reduce.__annotations__.clear()  # DDP compares them with types, and these are strings
+_reduce.__annotations__.clear()  # DDP expects types there, not strings
 
 
 def _views(flat: Tensor, parameters: Iterable[Tensor]) -> Iterable[Tensor]:
@@ -220,7 +222,9 @@ def _views(flat: Tensor, parameters: Iterable[Tensor]) -> Iterable[Tensor]:
 
 
 def attach(observer: Observer) -> None:
-    """Let DDP reduce the squares of an observed model, if that is a DDP model, or inside of one."""
+    """Make DDP reduce the squares of an observed model, if the model is a DDP model or inside of
+    one.
+    """
     inside = DistributedDataParallel._get_active_ddp_module()
     models = [m for m in observer.model.modules() if isinstance(m, DistributedDataParallel)]
     for ddp in {id(d): d for d in ([inside] if inside is not None else []) + models}.values():

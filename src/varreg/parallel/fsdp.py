@@ -1,8 +1,8 @@
 """Moments of parameters that `fully_shard` (FSDP2) has sharded: Σc² is reduced beside FSDP's own
 reduction, and sharded as gradients are.
 
-Gradients are averaged over ranks, so that all is as `ddp.py` says; but each rank needs the
-sums of its own shard only.
+Gradients are averaged over ranks, as in `ddp.py`, but each rank needs the sums of its own shard
+only: `_cut` cuts W as FSDP cuts gradients.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ class _SquareReduction:
 
 
 def _row(numbers: list[Tensor | float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers, some of them on the device, as a row there, without waiting for it."""
+    """Return numbers as a row on the device. Some of them are already there, and are not waited
+    for.
+    """
     known = [0.0 if isinstance(x, Tensor) else float(x) for x in numbers]
     row = torch.tensor([known], dtype=dtype, device="cpu").to(device, non_blocking=True)
     for i, x in enumerate(numbers):
@@ -121,13 +123,13 @@ def _param_groups(model: nn.Module) -> list[Any]:
 
 
 def _pairs(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Return each gathered parameter, and the sharded one that it stands for."""
+    """Return each gathered parameter with the sharded parameter that it stands for."""
     params = [f for group in _param_groups(model) for f in group.fsdp_params]
     return [(f._unsharded_param, f.sharded_param) for f in params if hasattr(f, "_unsharded_param")]
 
 
 def attach(observer: Observer) -> None:
-    """Let FSDP reduce the squares of a model, if its parameters are sharded."""
+    """Make FSDP reduce the squares of a model, if its parameters are sharded."""
     if not _torch.CAN_JOIN_FSDP and any(
         isinstance(m, FSDPModule) for m in observer.model.modules()
     ):

@@ -1,4 +1,6 @@
-"""Parameters of which each rank has a shard (DTensor); what is worked on is this rank's shard."""
+"""Sharded tensors (DTensor): this rank's shard, and sums over all shards. `fsdp.py` cuts and
+reduces the moments.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,19 @@ from torch import Tensor
 
 def is_sharded(t: Tensor) -> bool:
     """Return whether each rank has a part of a tensor."""
-    return hasattr(t, "to_local")  # without importing DTensor, which takes a while and few need
+    return hasattr(t, "to_local")  # without importing DTensor: the import takes a while
 
 
 def local(t: Tensor) -> Tensor:
-    """Return the part that this rank has; all of a plain tensor."""
+    """Return this rank's part of a sharded tensor; a plain tensor itself."""
     sharded: Any = t
     part: Tensor = sharded.to_local() if is_sharded(t) else t
     return part
 
 
 def like(part: Tensor, p: Any) -> Tensor:
-    """Return the tensor of which `part` is this rank's, sharded as `p` is; for a plain `p`, or a
-    number, the part itself.
+    """Return the sharded tensor that has `part` on this rank, sharded as `p` is; `part` itself for
+    a plain `p` or a scalar.
     """
     if not is_sharded(p) or part.dim() == 0:
         return part
@@ -34,7 +36,7 @@ def like(part: Tensor, p: Any) -> Tensor:
 
 
 def total(t: Tensor, of: Any) -> Tensor:
-    """Return the sum over the ranks that share `of`, made in place."""
+    """Return the sum of `t` over the ranks that share `of`, computed in place."""
     if is_sharded(of):
         torch.distributed.all_reduce(t, group=of.device_mesh.get_group())
     return t

@@ -1,8 +1,9 @@
 """The ledger of a parameter whose batch is shared by several processes (ranks).
 
-Each rank adds up what its own samples contribute. When DDP or FSDP reduces gradients, the sums W of
-all ranks are reduced beside them, and merged: from then on `merged` has the sums of all ranks, and
-`count`, `groups` and `square` are this rank's own since. `total` is the gradient that all share.
+Each rank adds up the contributions of its own samples. When DDP or FSDP reduces gradients, the sums
+W of all ranks are reduced beside them and merged. From then on, `merged` has the sums of all ranks,
+and `count`, `groups` and `square` are this rank's own sums since the reduction. `total` is the
+gradient, which all ranks share.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from varreg.parallel.shards import is_sharded, local
 
 @dataclass(frozen=True)
 class Merged:
-    """Sums over all ranks, as of the last time that gradients were reduced."""
+    """Sums over all ranks at the last reduction of gradients."""
 
     count: int
     groups: int
@@ -41,7 +42,7 @@ class LocalSums:
 
 
 class ShardWatch(GradientWatch):
-    """The state of a gradient that may be in shards: this rank looks at its own."""
+    """The state of a gradient that may be sharded: this rank watches its own shard."""
 
     __slots__ = ()
 
@@ -69,7 +70,7 @@ class SharedLedger(Ledger):
     is_sharded = False
     """True: each rank has a part of the parameter; `merged` and `total` are of this rank's part."""
     awaits_gradient = False
-    """True: the total will be p.grad, as it is at the end of the window."""
+    """True: `total` will be set to p.grad at the end of the window."""
 
     unread: list[tuple[Tensor, Tensor]]
 
@@ -92,14 +93,14 @@ class SharedLedger(Ledger):
 
     def restart_if_cleared(self, p: Tensor, zero: bool | None = None) -> bool:
         """Restart the sums if the gradient was cleared. FSDP keeps gradients that are not reduced
-        yet outside of p.grad: for a sharded parameter, only None tells, and whether there are zeros
-        in all shards is found out when they are reduced.
+        yet outside of p.grad. So for a sharded parameter only None means cleared here; zeros in all
+        shards are found at the next reduction.
         """
         grad = p.grad
         is_due = not self.is_checked or grad is None
         if not (is_due or grad is None or self.total is None or self.in_window):
-            # Checked as the forward began. DDP may have moved the gradient since, so that a write
-            # says nothing; zeros do, where the sum is not zero.
+            # Checked at the begin of the forward. DDP may have moved the gradient since, so a write
+            # is no evidence; zeros are, if the sum is not zero.
             empty = is_zero(local(grad)) if zero is None else zero
             is_due = empty and not is_zero(local(self.total))
         if is_due and not self.in_window:
@@ -125,7 +126,7 @@ class SharedLedger(Ledger):
     def _add_sums(self, contribution: Contribution) -> Tensor | None:
         if not (self.is_sharded and self.is_merged):
             return super()._add_sums(contribution)
-        # the total is a shard, and will be what p.grad is; what arrives is of the whole parameter
+        # `total` is a shard and will be set to p.grad; the contribution is of the whole parameter
         shard, self.total = self.total, None
         try:
             return super()._add_sums(contribution)
@@ -133,8 +134,8 @@ class SharedLedger(Ledger):
             self.total = shard
 
     def close(self, p: Tensor) -> None:
-        """Take p.grad as the total: a sharded gradient is there when the window ends, and not when
-        the sums are merged.
+        """Set the total to p.grad: a sharded gradient exists when the window ends, not yet when the
+        sums are merged.
         """
         if self.awaits_gradient and p.grad is not None:
             square = self.unread[-1][1] if self.unread else None
@@ -159,8 +160,8 @@ class SharedLedger(Ledger):
     def local_sums(self, p: Tensor, partition: Partition | None) -> LocalSums:
         """Return the sums to reduce over all ranks.
 
-        Where the parameter had no use in the window under way, `partition` is that of its batch,
-        whose samples count all the same.
+        If the parameter had no use in the open window, `partition` is that of the batch, whose
+        samples still count.
         """
         self.add_pending(p)
         self.restart_if_cleared(p)
@@ -181,23 +182,23 @@ class SharedLedger(Ledger):
         return now, False if self.total is None else self.total.any()
 
     def merge(self, numbers: Tensor, square: Tensor, total: Tensor | None) -> None:
-        """Take the sums of all ranks since the last reduction, and the gradient that they now
+        """Add the sums of all ranks since the last reduction, and set the gradient that they now
         share.
 
         `numbers` are m, K, and how many ranks have more in p.grad than they measured; for a sharded
-        parameter also the two signs of its gradient. They are looked at when they are asked for:
-        now, that would be to wait for the other ranks.
+        parameter also the two signs of its gradient. They are read when they are needed, since
+        reading them now would wait for the other ranks.
         """
         self.unread.append((numbers, square))
         self.total = total
         self.count, self.groups, self.square = 0, 0, None
 
     def take_numbers(self, rows: list[list[float]]) -> None:
-        """Add the numbers of all ranks that waited on the device to the merged sums."""
+        """Add the numbers of all ranks, which were fetched from the device, to the merged sums."""
         for (_, square), row in zip(self.unread, rows, strict=True):
             count, groups, partial, *signs = map(round, row)
             if signs and signs[1] and not signs[0]:
-                # zeros in place of a gradient that was none, or that somebody wrote: it was cleared
+                # now zero, and before not zero or written to: it was cleared
                 self.merged = None
             if self.merged is not None:
                 count += self.merged.count
@@ -217,11 +218,11 @@ class SharedLedger(Ledger):
         return not (self.is_merged or self.awaits_gradient or is_zero(local(p.grad)))
 
     def read(self, p: Tensor, stepping: bool = False) -> Moments | None:
-        """Return the moments; where `p` is sharded, of this rank's part."""
+        """Return the moments; those of this rank's part if `p` is sharded."""
         deferred.take_numbers([self])
         if self.merged is None:
-            # without a reduction, the sums of a sharded parameter are of whole tensors, and of this
-            # rank's samples alone
+            # without a reduction, the sums of a sharded parameter are of the whole tensor, and of
+            # this rank's samples only
             return None if self.is_sharded else super().read(p, stepping)
         if p.grad is None or (self.is_sharded and self.count):
             return None

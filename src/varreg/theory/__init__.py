@@ -1,1 +1,3 @@
-"""The paper's claims as checks that run."""
+"""Numerical checks of the paper's claims. The files here compute; `claims/` has the table of
+checks.
+"""

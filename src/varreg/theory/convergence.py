@@ -22,9 +22,7 @@ from varreg.theory.problems import Noise, Problem
 
 @dataclass(frozen=True)
 class Measured:
-    """A number that was measured over many runs, with its standard error, against what is claimed
-    of it.
-    """
+    """A value measured over many runs, with its standard error, and the claimed value or bound."""
 
     value: float
     error: float
@@ -32,19 +30,17 @@ class Measured:
 
     @property
     def is_below(self) -> bool:
-        """Return whether it is at most what is claimed; three standard errors are allowed for
-        chance.
-        """
+        """Return whether the value is at most the claimed bound, within three standard errors."""
         return self.value <= self.claimed + 3 * self.error
 
     @property
     def is_equal(self) -> bool:
-        """Return whether it is what is claimed, to four standard errors."""
+        """Return whether the value equals the claimed one, within four standard errors."""
         return abs(self.value - self.claimed) <= 4 * self.error
 
     @property
     def slack(self) -> float:
-        """Return how many times the measured value the claim is: 1 is tight."""
+        """Return the claimed value over the measured one: 1 is tight."""
         return self.claimed / self.value if self.value else math.inf
 
 
@@ -54,27 +50,27 @@ def _mean(values: Tensor, claimed: float) -> Measured:
 
 
 def noise_expectation(noise: Noise, gamma: Tensor, L: float) -> float:
-    """Return (1/2T) Σ γ_t(1 + Lγ_t)σ_t²: what noise adds to E[S_T]."""
+    """Return (1/2T) Σ γ_t(1 + Lγ_t)σ_t², the contribution of noise to E[S_T]."""
     return float((gamma * (1 + L * gamma) * noise.sigma2).mean() / 2)
 
 
 def expectation(paths: Paths, noise: Noise, gamma: Tensor, L: float) -> Measured:
-    """Return the part of E[S_T] that noise makes, measured, and by the formula. What else is in S_T
-    is a constant.
+    """Return the contribution of noise to E[S_T], measured and by the formula. The rest of S_T is a
+    constant.
     """
     return _mean(paths.noise, noise_expectation(noise, gamma, L))
 
 
 def theorem1(paths: Paths, gamma: Tensor, sigma0_2: float) -> Measured:
-    """Return what noise adds to E[S_T], measured, and its bound; the constant beside it is the same
-    in both.
+    """Return the measured contribution of noise to E[S_T], and its bound. The constant term is the
+    same in both.
     """
     return _mean(paths.noise, float(gamma.mean()) * sigma0_2)
 
 
 def theorem2(paths: Paths, problem: Problem, noise: Noise, reach: float | None = None) -> Measured:
-    """Return Var(S_T), measured, and its bound; `reach` is M, the largest distance of all runs
-    unless it is given.
+    """Return the measured Var(S_T), and its bound. `reach` is M; by default the largest distance of
+    all runs.
     """
     M = float(paths.reach.max()) if reach is None else reach
     fourth = noise.fourth(problem.dimension)

@@ -1,9 +1,10 @@
-"""How much a causal regularizer catches of what the best one in hindsight would gain.
+"""Compare causal regularizers with the best regularizer in hindsight: which share of its gain do
+they catch?
 
-A series of variances σ_t² is given. The hindsight optimum knows all of it (`optimum.py`); a form
-with a history knows the past. Both are judged by Q = Σ λ_t(1 + λ_t/λ₀)σ_t² at a mean λ of 1 and λ_t
-≤ λ₀: a causal λ is scaled so, by a factor that is chosen in hindsight, as a tuned learning rate is;
-a shorter or a longer step is no gain. What is caught is
+A series of variances σ_t² is given. The hindsight optimum knows the whole series (`optimum.py`); a
+form with a history knows only the past. Both are judged by Q = Σ λ_t(1 + λ_t/λ₀)σ_t² at a mean λ of
+1 and λ_t ≤ λ₀. A causal λ is scaled to this mean by a factor that is chosen in hindsight, like a
+tuned learning rate: a shorter or a longer step alone is no gain. The share that is caught is
 
     (Q(1) − Q(λ)) / (Q(1) − Q(optimum)),
 
@@ -54,7 +55,7 @@ def causal(sigma2: Tensor, delta2: Tensor | None = None, **options: object) -> T
 
 
 class Caught(NamedTuple):
-    """What a regularizer catches of the hindsight optimum's gain, with its mean λ beside it."""
+    """The share of the hindsight optimum's gain that a regularizer catches, and its mean λ."""
 
     share: float
     mean_lambda: float
@@ -72,8 +73,8 @@ def gain(sigma2: Tensor, lambda0: float) -> float:
 
 
 def at_mean_one(lam: Tensor, high: float) -> Tensor:
-    """Return min(cλ, high), with the c that gives it a mean of 1; where too many are 0 for that,
-    what is missing is given to those, evenly.
+    """Return min(cλ, high), with c chosen for a mean of 1. If too many λ are 0 for that, the
+    missing part is divided evenly among these.
 
     >>> at_mean_one(torch.tensor([1.0, 1.0, 6.0]), high=2.0)
     tensor([0.5000, 0.5000, 2.0000])
@@ -93,8 +94,8 @@ def at_mean_one(lam: Tensor, high: float) -> Tensor:
 
 
 def caught(lam: Tensor, sigma2: Tensor, lambda0: float) -> Caught:
-    """Return what a series of λ catches; a share of nan says that there is nothing to gain, all
-    variances being equal.
+    """Return the share that a series of λ catches; nan if all variances are equal, so that there is
+    nothing to gain.
     """
     sigma2, mean = sigma2.double(), float(lam.mean())
     if not mean > 0:
@@ -106,8 +107,8 @@ def caught(lam: Tensor, sigma2: Tensor, lambda0: float) -> Caught:
 
 
 class Series(NamedTuple):
-    """Variances over time, and the squares of the increments beside them where they are known: [T,
-    k], k series of one kind.
+    """Variances over time, with the squares of the increments if these are known: [T, k], k series
+    of one kind.
     """
 
     name: str
@@ -120,8 +121,8 @@ class Series(NamedTuple):
         return float((self.sigma2.log() / 2).std(0).median())
 
     def without_trend(self, window: int = 51) -> Series:
-        """Return both divided by their geometric means over so many neighbours in time: what is
-        left changes from batch to batch.
+        """Return both series divided by their geometric means over neighbouring steps. Only changes
+        from batch to batch remain.
         """
 
         def flat(x: Tensor) -> Tensor:
@@ -144,7 +145,7 @@ RECORDED = {"fashion-mnist": "Fashion-MNIST", "cifar10": "CIFAR-10"}
 
 
 def _read(name: str) -> dict[str, Tensor]:
-    """Read a file that `varreg.lab.variances` wrote, column by column."""
+    """Return the columns of a file that `varreg.lab.variances` wrote."""
     text = gzip.decompress(
         (importlib.resources.files("varreg.theory") / "series" / f"{name}.csv.gz").read_bytes()
     ).decode()
@@ -159,10 +160,11 @@ def _read(name: str) -> dict[str, Tensor]:
 
 
 def recorded(name: str) -> list[Series]:
-    """Return what training showed: the model, its weight tensors, single elements of them.
+    """Return series recorded in real training: of the model, of its weight tensors, and of single
+    elements.
 
-    Elements that had no gradient at all at some step are left out: their σ² is 0 there, and all of
-    λ would go to that step.
+    Elements without a gradient at some step are left out: their σ² is 0 there, and the optimum
+    would put all of λ into that step.
     """
     columns = _read(name)
     names = [column.removeprefix("v2 ") for column in columns if column.startswith("v2 ")]
@@ -214,11 +216,13 @@ ARMS: dict[str, dict[str, object]] = {
         for h in ("mean", "geometric", "harmonic")
     },
 }
-"""What is judged, by name."""
+"""The judged regularizers, by name."""
 
 
 def median_caught(series: Series, lambda0: float, **options: object) -> Caught:
-    """Return the median over the series of a kind; nan where it needs δ̄² and there is none."""
+    """Return the median share over the series of a kind; nan if the regularizer needs δ̄² and the
+    series has none.
+    """
     if options.get("scale_free") and series.delta2 is None:
         return Caught(math.nan, math.nan)
     lam = causal(series.sigma2, series.delta2 if options.get("scale_free") else None, **options)
@@ -229,20 +233,20 @@ def median_caught(series: Series, lambda0: float, **options: object) -> Caught:
 
 
 class Relation(NamedTuple):
-    """At one point of training, over many batches: what v² of a batch says about the error ε of
-    that batch's mean gradient.
+    """The relation between v² of a batch and the error ε of that batch's mean gradient, over many
+    batches at one point of training.
     """
 
     spread: float
     """The standard deviation of log v."""
     slope: float
-    """Of log ε² over log v²: 1 where v² says how large the error is, 0 where it says nothing."""
+    """The slope of log ε² over log v²: 1 if v² predicts the size of the error, 0 if it does not."""
     slope_error: float
 
 
 def relation_at_end(name: str) -> tuple[Relation, dict[str, Tensor]]:
-    """Return what v² says at the end of a recorded run, with the parameters held; and the columns
-    v², ḡ², ε².
+    """Return the relation at the end of a recorded run, at fixed parameters; and the columns v²,
+    ḡ², ε².
     """
     columns = _read(f"{name}-still")
     x, y = (columns[c].log() for c in ("v2", "e2"))
@@ -254,31 +258,31 @@ def relation_at_end(name: str) -> tuple[Relation, dict[str, Tensor]]:
 
 
 class Saved(NamedTuple):
-    """What a λ saves of Q at one point of training, with standard errors: shares, negative where it
+    """The share of Q that a λ saves at one point of training, with standard errors; negative if it
     costs.
     """
 
     apparent: float
-    """At a mean λ of 1, as v² has it."""
+    """The share at a mean λ of 1, computed with v²."""
     real: float
-    """The same in truth: with the errors ε² themselves."""
+    """The same, computed with the true errors ε²."""
     real_error: float
     at_equal_progress: float
-    """In truth, with λ so scaled that E[λ ḡ·g] is what it is without: it goes as far along the
-    gradient.
+    """The share computed with the true errors, with λ scaled so that E[λ ḡ·g] is the same as
+    without λ: steps go equally far along the gradient.
     """
     at_equal_progress_error: float
 
 
 def saved(columns: dict[str, Tensor], lambda0: float, **options: object) -> Saved:
-    """Return what a causal λ saves over batches at one point; standard errors are of 200 bootstrap
-    samples.
+    """Return the shares that a causal λ saves over batches at one point; standard errors come from
+    200 bootstrap samples.
     """
     lam = causal(columns["v2"], columns["g2"] if options.get("scale_free") else None, **options)
     v2, e2, p = columns["v2"], columns["e2"], columns["progress"]
 
     def cost(scaled: Tensor, of: Tensor) -> Tensor:
-        """Return what is saved of Q against λ = 1, for each row of batches."""
+        """Return the share of Q that is saved relative to λ = 1, for each row of batches."""
         return 1 - (scaled * (1 + scaled / lambda0) / (1 + 1 / lambda0) * of).mean(-1) / of.mean(-1)
 
     index = torch.randint(len(lam), (200, len(lam)), generator=torch.Generator().manual_seed(0))

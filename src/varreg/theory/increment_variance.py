@@ -1,5 +1,5 @@
-"""S2.4 by Monte Carlo: the predicted variance of an increment against the one that many independent
-runs show.
+"""S2.4 by Monte Carlo: compare the predicted variance of an increment with the variance over many
+independent runs.
 
 The loss is linear, mean_i(w·x_i), so that a sample's gradient is x_i whatever w is; each element of
 w is an independent run of the same experiment. The true gradient and the noise both change from
@@ -88,8 +88,8 @@ def predicted_over_observed(
     regularized, arguments = CASES[case]
     model, twin = _Linear(runs), _Linear(runs)
     extra = {"variance": version} if version else {}
-    # Without scale, and with the sum for a history, what a step adds to the history is the variance
-    # of its increment.
+    # With scale_free=False and history="sum", each step adds the variance of its increment to the
+    # history.
     ours = regularized(
         model.parameters(), lr=1.0, scale_free=False, history="sum", s=1.0, **arguments, **extra
     )

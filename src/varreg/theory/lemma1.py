@@ -9,22 +9,22 @@ g_t at x_t, t = 0 … T−1,
     S_T = (1/T) [ W·M²/2 + ½ Σ γ_t(1 + Lγ_t)ε_t² − Σ ε_t·(x_t − Lγ_t²g_t − x*) ]
 
 The paper has W = 1/γ_{T−1}. Its proof ends with (1/γ₀)|x₀−x*|² + Σ (1/γ_t − 1/γ_{t−1})|x_t−x*|² and
-puts M² for every |x_t−x*|²: that is an upper bound only where no (1/γ_t − 1/γ_{t−1}) is negative,
-that is where γ_t never grows. A regularized step γ_t = αλ_t does grow at times. What holds for any
-steps is W = 1/γ₀ + Σ max(0, 1/γ_t − 1/γ_{t−1}), which is the paper's where γ_t never grows. Where
-γ_t goes up and down, W grows as T does, and W·M²/2T does not fall: for VR-SGD the start is never
-forgotten in this bound.
+replaces every |x_t−x*|² by M². That is an upper bound only if no (1/γ_t − 1/γ_{t−1}) is negative,
+that is, if γ_t never grows. A regularized step γ_t = αλ_t does grow at times. For any steps, the
+bound holds with W = 1/γ₀ + Σ max(0, 1/γ_t − 1/γ_{t−1}), which is the paper's W if γ_t never grows.
+If γ_t rises and falls, W grows in proportion to T, and W·M²/2T does not fall: for VR-SGD, this
+bound never forgets the start.
 
-It is in the same proof with each step weighted by γ_t: then the distances telescope whatever the
-order of the steps is, and no M is needed,
+The same proof with each step weighted by γ_t does forget it: then the distances telescope for any
+sequence of steps, and no M is needed,
 
     (1/Σγ_t) Σ γ_t[f(x_{t+1}) − f*]  ≤                                          (weighted)
         (1/Σγ_t) [ ½|x₀ − x*|² + ½ Σ γ_t²(1 + Lγ_t)ε_t² − Σ γ_tε_t·(x_t − Lγ_t²g_t − x*) ]
 
 for γ_t ≤ 1/L. Where γ_t is independent of ε_t, its expectation has Σ γ_t²(1 + Lγ_t)σ_t² where the
 paper's has Σ γ_t(1 + Lγ_t)σ_t²: with Σγ_t given and Lγ_t small, the right side is smallest for γ_t
-∝ 1/σ_t². (The left side then weights those steps more.) As ever, noise is forgotten only where γ_t
-→ 0.
+∝ 1/σ_t². (The left side then weights those steps more.) As always, the term of noise vanishes only
+if γ_t → 0.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from varreg.theory.problems import Noise, Problem
 
 @dataclass(frozen=True)
 class Paths:
-    """What many runs of SGD did, [runs] each."""
+    """Results of many runs of SGD, [runs] each."""
 
     criterion: Tensor
     """(1/T) Σ [f(x_{t+1}) − f*]."""
     noise: Tensor
-    """(1/T) [½ Σ γ_t(1 + Lγ_t)ε_t² − Σ ε_t·(x_t − Lγ_t²g_t − x*)]: the part of S_T that noise
-    makes.
+    """(1/T) [½ Σ γ_t(1 + Lγ_t)ε_t² − Σ ε_t·(x_t − Lγ_t²g_t − x*)]: the contribution of noise to
+    S_T.
     """
     reach: Tensor
     """The largest |x_t − x*| on the way: M."""
@@ -59,7 +59,7 @@ class Paths:
 def walk(
     problem: Problem, noise: Noise, gamma: Tensor, start: Tensor, runs: int, seed: int = 0
 ) -> Paths:
-    """Run x_{t+1} = x_t − γ_t(g_t + ε_t) from `start`, many times; return what the runs did."""
+    """Run x_{t+1} = x_t − γ_t(g_t + ε_t) from `start`, many times; return the results."""
     if len(gamma) != len(noise) or not (gamma > 0).all():
         raise VarregError(
             f"varreg: one positive step is needed for each of {len(noise)} variances; got "

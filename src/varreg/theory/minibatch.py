@@ -1,8 +1,8 @@
-"""S2.2: what the variance within a mini-batch says about the error of its mean.
+"""S2.2: the relation between the variance within a mini-batch and the error of its mean.
 
 With m samples drawn independently, σ² the variance of their mean gradient ḡ, and v² = (1/m) Σ (gᵢ −
-ḡ)² the variance that varreg measures, E[v²] = (m − 1)σ². (One sample has variance mσ², and v² falls
-short of that by the variance of the mean itself.)
+ḡ)² the variance that varreg measures, E[v²] = (m − 1)σ². (One sample has variance mσ²; v² is
+smaller by the variance of the mean itself.)
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def ratio(m: int, batches: int, replace: bool = True, seed: int = 0) -> Ratio:
     """Return E[v²]/σ² of a small network on 40 samples, at one point, over many mini-batches of m
     samples that varreg measures.
 
-    σ² is known: the variance of a single sample's gradient over the 40, divided by m, where they
-    are drawn independently; and less, by the factor of a finite population, where they are not
-    (`replace=False`), so that the ratio is not m − 1 then.
+    σ² is known: for independent draws, it is the variance of a single sample's gradient over the 40
+    samples, divided by m. Without replacement (`replace=False`) it is smaller by the factor of a
+    finite population, so that the ratio is not m − 1.
     """
     if m < 2:
         raise VarregError(

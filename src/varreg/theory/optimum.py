@@ -4,7 +4,7 @@
     (section 3)
 
 It is convex and separable. With ξ the multiplier of the sum, λ_t = clip((λ₀/2)(ξ/σ_t² − 1), λ_min,
-λ_max), and ξ is where the sum is T: one equation in one unknown, whose left side rises with ξ.
+λ_max), and ξ follows from Σ λ_t = T: one equation in one unknown, whose left side rises with ξ.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def unbounded(sigma2: Tensor, lambda0: float) -> Tensor:
 def optimal(sigma2: Tensor, lambda0: float, low: float = 0.0, high: float = math.inf) -> Tensor:
     """Return the solution, with bounds, to rounding.
 
-    ξ is bracketed and bisected; between two steps, where no λ_t passes a bound, the equation is
-    linear, and is solved as such.
+    ξ is found by bisection; in the last interval no λ_t crosses a bound, so the equation is linear
+    and is solved directly.
 
     >>> optimal(torch.tensor([1.0, 2.0, 2.0]), lambda0=2.0, high=1.5)
     tensor([1.5000, 0.7500, 0.7500])

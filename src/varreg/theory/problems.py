@@ -1,5 +1,5 @@
-"""Problems whose constants are known, and noise whose variance is: what the paper's claims can be
-checked on.
+"""Test problems with known constants, and noise with known variance, on which the paper's claims
+are checked.
 
 All functions work on many points at once, [runs, d], so that a claim about an expectation is
 checked over many runs in one go.
@@ -21,7 +21,7 @@ Batched = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Problem:
-    """A convex function with all that theory asks of it."""
+    """A convex function with its minimum and its constants."""
 
     name: str
     value: Batched
@@ -139,8 +139,8 @@ def _data(samples: int, dimension: int, mu: float, seed: int) -> tuple[Tensor, T
 
 @dataclass(frozen=True)
 class Noise:
-    """Errors of the gradient: independent from step to step, of mean 0 and E|ε_t|² = σ_t², spread
-    evenly over coordinates.
+    """Errors of the gradient: independent from step to step, with mean 0 and E|ε_t|² = σ_t²,
+    divided evenly among coordinates.
     """
 
     sigma2: Tensor
@@ -200,8 +200,8 @@ def changing(T: int, spread: float = 1.0, sigma2: float = 1.0, seed: int = 0) ->
 def drifting(
     T: int, spread: float = 1.0, sigma2: float = 1.0, memory: float = 0.98, seed: int = 0
 ) -> Tensor:
-    """Draw variances that change slowly: log σ_t² is an autoregression, whose value a step later is
-    `memory` times that of now, and some noise.
+    """Return variances that change slowly: log σ_t² is an autoregression, whose next value is
+    `memory` times the current one, plus noise.
     """
     z = _normal(T, generator=torch.Generator().manual_seed(seed)).tolist()
     at = [z[0]]

@@ -1,14 +1,14 @@
-"""Theorem S0, its corollary and the trade-off: how fast things fall.
+"""Theorem S0, its corollary and the trade-off: rates of convergence.
 
 With γ_t = 1/(tl), t = 1, 2, …, R_t = |x_t − x*|² and G² ≥ E|ḡ_t|² for all t, theorem S0 says E[R_t]
 ≤ max{R₁, G²/l²}/t. Its induction multiplies E[R_t] ≤ R/t by 1 − 2/t, which at t = 1 is negative, so
-that the step from 1 to 2 is not proved; and it can fail (`tests/theory/test_rates.py` has an
-example, noise that is large once). From t = 2 on the induction is sound, and since E[R₂] ≤ G²/l²,
-what holds is E[R_t] ≤ 2G²/(l²t). (R₁ need not be named: G² ≥ |g₁|² ≥ l²R₁.)
+that the step from 1 to 2 is not proved. It can fail: `tests/theory/test_rates.py` has an example
+with noise at one step only. From t = 2 on the induction is sound, and since E[R₂] ≤ G²/l², the
+bound E[R_t] ≤ 2G²/(l²t) holds. (R₁ is not needed: G² ≥ |g₁|² ≥ l²R₁.)
 
-The corollary says that Var(R_t) falls faster than γ_t². Its formula is for one step, given where
-the last one ended, and for that it is true: the rate is t^−3. The variance over whole runs falls as
-t^−2, which is no faster than γ_t².
+The corollary says that Var(R_t) falls faster than γ_t². Its formula is the variance of one step,
+given the previous point; for this variance the claim is true, with rate t^−3. The variance over
+whole runs falls as t^−2, which is not faster than γ_t².
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from varreg.theory.problems import Noise, Problem
 
 @dataclass(frozen=True)
 class Distances:
-    """Over many runs, at t = 1 … T, [T] each."""
+    """Statistics of the distance R_t over many runs, at t = 1 … T, [T] each."""
 
     mean: Tensor
     """E[R_t]."""
@@ -40,7 +40,7 @@ class Distances:
 
 
 def distances(problem: Problem, noise: Noise, start: Tensor, runs: int, seed: int = 0) -> Distances:
-    """Run SGD with γ_t = 1/(tl); return what became of the distance."""
+    """Run SGD with γ_t = 1/(tl); return the statistics of the distance."""
     generator = torch.Generator().manual_seed(seed)
     x, d = start.double().expand(runs, -1).clone(), problem.dimension
     rows = []
@@ -80,8 +80,8 @@ def exponent(values: Tensor, first: int, times: Tensor | None = None) -> float:
 def trade_off(
     alpha: float, T: int, M: float = 1.0, sigma2: float = 1.0, L: float = 1.0
 ) -> tuple[float, float]:
-    """Return the two terms of E[S_T] for γ_t = t^−α/L and steady noise: what the start costs,
-    M²/(2γ_T T), and what noise costs.
+    """Return the two terms of E[S_T] for γ_t = t^−α/L and steady noise: the term of the start,
+    M²/(2γ_T T), and the term of noise.
     """
     if not 0 < alpha < 1:
         raise VarregError(f"varreg: the trade-off is for α between 0 and 1; got {alpha}.")

@@ -1,11 +1,11 @@
-"""Whether λ_t is independent of the error ε_t that it multiplies. The theory takes it so: γ_t is
-given, E[γ_t ε_t] = 0 and E[γ_t ε_t²] = γ_t σ_t².
+"""Is λ_t independent of the error ε_t that it multiplies? The theory assumes so: γ_t is given,
+E[γ_t ε_t] = 0 and E[γ_t ε_t²] = γ_t σ_t².
 
-But λ_t comes out of the same mini-batch as ε_t. The variance v² of samples is independent of their
-mean where samples are normal (Cochran), and not where they are skewed: if the rare large samples
-lie along the gradient, a batch that has one has a large v² and a large ḡ, and λ cuts that step
-short. ρ = v²/ḡ² has the mean in it: where ε_t makes |ḡ_t| large, ρ is small and λ large. Such steps
-carry more error, and go further.
+But λ_t is computed from the same mini-batch as ε_t. The variance v² of samples is independent of
+their mean if samples are normal (Cochran), but not if they are skewed: if the rare large samples
+point along the gradient, a batch with such a sample has a large v² and a large ḡ, and λ shortens
+its step. ρ = v²/ḡ² depends on the mean: if ε_t makes |ḡ_t| large, ρ is small and λ large. Such
+steps have a larger error, and are longer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from varreg.theory.problems import SHAPES
 
 
 class OwnBatch(NamedTuple):
-    """Both are 1 where λ and ε are independent."""
+    """Two ratios, which are 1 if λ and ε are independent."""
 
     progress: Measured
     """E[λ ḡ]/(E[λ] g)."""
@@ -39,8 +39,8 @@ def own_batch(
     history: regularizer.History = "mean",
     runs: int = 40_000,
 ) -> OwnBatch:
-    """Measure both over many runs of a true gradient of 1, or of −1 with `along=False`, whose mean
-    over m samples has a standard error of `noise`.
+    """Return both ratios, measured over many runs with a true gradient of 1 (−1 with
+    `along=False`). The mean gradient of m samples has the standard error `noise`.
 
     Skewed noise has its long tail on the positive side: `along` the gradient, or against it. λ is
     VR-SGD's, with a history of 20 steps behind it.

@@ -1,7 +1,7 @@
 """The kernels in Triton, for GPUs: the same functions as `varreg.native` has in C.
 
-They are compiled by Triton at first use, for the shapes and the device at hand. With
-`TRITON_INTERPRET=1` in the environment they run on the CPU, slowly: so are they tested.
+Triton compiles them at first use, for the given shapes and device. With `TRITON_INTERPRET=1` in the
+environment they run on the CPU, slowly, for tests.
 """
 
 from varreg.triton.convolutions import conv

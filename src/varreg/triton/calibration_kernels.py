@@ -1,5 +1,5 @@
-"""Jitted functions of a step whose λ is calibrated: what comes after `update_kernel` has found λ.
-The C is in native/step.h, the definition in varreg/calibration.py.
+"""Jitted functions of a step with calibrated λ, which run after `update_kernel` has computed λ. The
+C is in native/step.h, the definition in varreg/calibration.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def calibrate_kernel(
     table, tasks, TASKS: tl.constexpr, BLOCK: tl.constexpr, REAL: tl.constexpr, TINY: tl.constexpr,
     INCREMENT: tl.constexpr,
 ):  # fmt: skip
-    """Scale λ within its bounds, where there is a gradient, and go to x + λ(x' − x)."""
+    """Scale λ within its bounds, for elements that have a gradient, and set x to x + λ(x' − x)."""
     task, at, here, _ = find(table, tasks, TASKS, BLOCK)
     raw, low, high = (
         values(task, LAM, at, here, REAL),
@@ -60,7 +60,7 @@ def mean_kernel(
     table, tasks, blocks, BLOCK: tl.constexpr, REAL: tl.constexpr, BEFORE: tl.constexpr
 ):
     """Add up the sums of λ of each task, one program each, in a fixed order. Before λ is scaled,
-    find its scale; after, enter its mean into the sum of all. The twin is calibration.py.
+    compute its scale; afterwards, add its mean to the sum of all means. The twin is calibration.py.
     """
     k, lane = tl.program_id(0), tl.arange(0, BLOCK)
     task = table + k * WORDS

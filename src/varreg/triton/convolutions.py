@@ -1,8 +1,8 @@
 """S and W of convolutions, without windows or per-sample gradients in memory. Twin, and definition:
 `Convolution` in engine/rules/convolution.py.
 
-The same as for a dense layer whose rows are output pixels and whose input features are what the
-kernel sees there: a tile loads that from where it lies in the image.
+A convolution is computed like a dense layer whose rows are output pixels, and whose input features
+are the pixels under the kernel. A tile loads these directly from the image.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def conv(
     """Return the sums of a convolution's kernel `[o, c/parts, *kernel]`, from x `[b·per, c, …]` and
     δ `[b·per, o, …]`; None where PyTorch is needed: in three dimensions.
 
-    `padding` is what comes before the first pixel, `per` how many images a sample has, and `parts`
-    into how many the convolution divides its channels.
+    `padding` is the padding before the first pixel, `per` the number of images of a sample, and
+    `parts` the number of parts into which the convolution divides its channels.
     """
     if x.dim() == 3:
         x, delta, kernel = x.unsqueeze(2), delta.unsqueeze(2), (1, *kernel)

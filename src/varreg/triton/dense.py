@@ -1,10 +1,11 @@
 """S and W of dense layers, without the per-sample gradients themselves. Twin, and definition:
 `Outer` in engine/contribution.py.
 
-A program has one tile of the weight. It goes through the groups of samples, adds up the product of
-each over its rows, and adds that to S and its square to W: what PyTorch would write to memory and
-read again stays in registers. Where tiles are few, the groups are divided among several programs,
-and the parts are added up: in a fixed order, so that results repeat to the bit.
+A program computes one tile of the weight. It goes through the groups of samples, adds up the
+product of each group over its rows, and adds the product to S and its square to W. The products
+stay in registers, where PyTorch would write them to memory and read them again. If there are few
+tiles, the groups are divided among several programs, and their results are added up in a fixed
+order, so that results are reproducible to the bit.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def store_sums(
     BIAS: tl.constexpr, TWICE: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of S and W to `[splits, 2, size]`, where those of the bias come after the
-    weight's. If there is one split, they are the end: S is written twice then, to `[3, size]`.
+    weight's. With a single split, they are the final sums, and S is written twice, to `[3, size]`.
     """
     here = (at_o < o)[:, None] & (at_i < i)[None, :]
     first = out + split.to(tl.int64) * 2 * size
@@ -178,8 +179,8 @@ def _tile(o: int, i: int, rows: int, bias: bool) -> dict[str, Any]:
 
 
 class Parts:
-    """Memory for S and W of a weight and its bias: of all pieces of work, or of some of them in
-    each of several splits, where there are too few programs without.
+    """Memory for S and W of a weight and its bias. If there are too few programs, the work is
+    divided into several splits, and each split has its own sums.
     """
 
     def __init__(
@@ -207,7 +208,7 @@ class Parts:
             launch(add_splits_kernel, blocks, out, self.parts, self.out, *sizes, BLOCK=block)
 
     def sums(self) -> Sums:
-        """Return the sums, S a second time among them."""
+        """Return the sums: S, W, and S a second time."""
         n = self.shape[0] * self.shape[1]
         total, square, again = (row[:n].view(self.shape) for row in self.out.unbind())
         return Sums(total, square, self.out[:, n:] if self.bias else None, again)

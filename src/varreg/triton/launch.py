@@ -1,5 +1,5 @@
-"""What all kernels in Triton share: which tensors they take, how they are launched, and jitted
-functions that several of them call.
+"""The shared parts of all kernels in Triton: checks of tensors, launching, and jitted functions
+that several kernels call.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ as in the C.
 
 
 def status() -> str:
-    """Return what the kernels are run by."""
+    """Return the name and version of Triton, and whether kernels are interpreted."""
     return f"Triton {triton.__version__}{' (interpreted)' if INTERPRETED else ''}"
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Return whether the kernels can read these: plain tensors with memory, of real numbers, on one
-    device.
+    """Return whether the kernels can read these tensors: plain tensors with memory, of real
+    numbers, on one device.
     """
     device = tensors[0].device
     return all(
@@ -69,8 +69,8 @@ def power(n: int, least: int, most: int) -> int:
 
 
 def splits(programs: int, pieces: int) -> int:
-    """Return into how many parts the pieces of work are divided, where there are so many programs
-    without it: enough to occupy a GPU.
+    """Return the number of splits into which the pieces of work are divided, so that the programs
+    occupy a GPU.
     """
     return max(1, min(pieces, thresholds.TRITON_PROGRAMS // max(programs, 1)))
 

@@ -1,9 +1,10 @@
-"""S and W of a table whose rows were looked up. Twin, and definition: `SparseRows` in
+"""S and W of a table, from lookups of its rows. Twin, and definition: `SparseRows` in
 engine/rules/embedding.py.
 
-Lookups are sorted by row and group. A first kernel adds up what each (row, group) received, where
-its lookups begin; a second one adds up these, and their squares, for each row. Nothing is awaited,
-and sums are added up in one order: results repeat to the bit.
+Lookups are sorted by row and group. A first kernel adds up the gradients of each (row, group), at
+the position of its first lookup. A second kernel adds up these sums and their squares for each row.
+No kernel waits for the device, and the order of sums is fixed, so that results are reproducible to
+the bit.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from varreg.triton.launch import group_of, launch, power, real, takes
 
 @triton.jit
 def keys_kernel(ids, keys, lookups, r, batch, groups, skip, last, BLOCK: tl.constexpr):
-    """Write row·groups + group of each lookup; what is skipped comes last."""
+    """Write row·groups + group of each lookup as its key; skipped lookups get the last keys."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row, sample = tl.load(ids + at, at < lookups, 0).to(tl.int64), at // r
     n, larger = batch // groups, batch % groups

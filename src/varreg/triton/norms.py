@@ -1,5 +1,5 @@
-"""What each sample contributes to the affine parameters of a normalization: Σ dy·x̂ and Σ dy, with
-x normalized once more. Twins, and definitions: engine/rules/normalization.py.
+"""Contributions of samples to the affine parameters of a normalization: Σ dy·x̂ and Σ dy, with x
+normalized again. Twins, and definitions: engine/rules/normalization.py.
 """
 
 from __future__ import annotations
@@ -146,7 +146,9 @@ def norm_channels(
 
 
 def warps(block: int) -> int:
-    """Return how many warps share a row of so many elements: 8 to a thread, if they can."""
+    """Return the number of warps that share a row of n elements: 8 elements for each thread, if
+    possible.
+    """
     return max(1, min(16, block // thresholds.TRITON_ROW_OF_A_WARP))
 
 

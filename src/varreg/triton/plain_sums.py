@@ -1,4 +1,4 @@
-"""Sums of contributions that are at hand. Twins, and definitions: `Dense` in
+"""Sums of contributions that are in memory. Twins, and definitions: `Dense` in
 engine/contribution.py, and `row_sums` and `channel_sums` in engine/rules/rule.py.
 """
 
@@ -38,8 +38,8 @@ def sums_kernel(
 
 
 def sums(values: Tensor, groups: int) -> tuple[Tensor, ...] | None:
-    """Return S, W, and S again, of `[batch, *shape]` in so many groups of samples; None where
-    PyTorch is needed.
+    """Return S, W, and S again, of `[batch, *shape]` in groups of samples; None where PyTorch is
+    needed.
     """
     if not groups or not takes(values):
         return None

@@ -17,14 +17,14 @@ from varreg.thresholds import Tile
 
 @dataclass
 class Settings:
-    """What the next kernels are launched with."""
+    """The settings of the next launches."""
 
     precision: str = "ieee"
-    """Of products of float32: "ieee" is float32 itself, "tf32" has 10 bits of it, as
-    `torch.backends.cuda.matmul.allow_tf32`.
+    """The precision of products of float32: "ieee" is float32 itself, "tf32" has 10 bits of
+    precision, as with `torch.backends.cuda.matmul.allow_tf32`.
     """
     tile: Tile = thresholds.TRITON_TILES["ieee"]
-    """Of dense layers and convolutions."""
+    """The tile of dense layers and convolutions."""
 
 
 SETTINGS = Settings()
@@ -32,7 +32,7 @@ SETTINGS = Settings()
 
 def configure(precision: str | None = None, tile: tuple[int, int, int, int] | None = None) -> None:
     """Set the precision of products, and the tile: output features, input features and rows (powers
-    of two from 16 on), and warps. Without a tile, it is the precision's own.
+    of two from 16 on), and warps. Without a tile, use the default tile of the precision.
     """
     precision = SETTINGS.precision if precision is None else precision
     if precision not in thresholds.TRITON_TILES:

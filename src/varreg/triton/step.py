@@ -1,5 +1,5 @@
-"""λ, what it is made of, and the step that it scales: all parameters in one launch, by a table of
-`Task` that is copied to the device.
+"""Variance, λ and the step that λ scales: one launch for all parameters, by a table of `Task` that
+is copied to the device.
 
 Twins, and definitions: `Moments`, varreg/regularizer.py, and varreg/optim/step.py.
 """
@@ -34,7 +34,9 @@ _WORDS = ctypes.sizeof(Task) // 8
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Return whether the kernels can work on these: plain tensors, alike, and in one order."""
+    """Return whether the kernels can work on these tensors: plain, of one type and device, and with
+    the same strides.
+    """
     lead = tensors[0]
     for t in tensors:
         if (
@@ -81,8 +83,8 @@ def _kind(task: Task) -> dict[str, Any]:
 
 
 def update(like: Tensor, tasks: Iterable[Task], elements: int, calibrated: bool = False) -> None:
-    """Do what comes after the base's step: variance, increment, λ, and x + λ(x' − x). One launch
-    for all parameters with the same options; four where λ is calibrated.
+    """Complete the step after the base's step: compute variance, increment and λ, and set x to x +
+    λ(x' − x). One launch for all parameters with the same options; four where λ is calibrated.
     """
     alike: dict[tuple[int, ...], list[Task]] = {}
     for task in tasks:
@@ -97,7 +99,7 @@ def update(like: Tensor, tasks: Iterable[Task], elements: int, calibrated: bool 
 
 
 def _update_calibrated(tasks: list[Task], like: Tensor, kind: dict[str, Any]) -> None:
-    """Do so with λ that is calibrated: x has to wait for the mean of λ."""
+    """Complete the step with calibrated λ: the mean of λ must be known before x changes."""
     blocks = sum(triton.cdiv(task.n, thresholds.TRITON_BLOCK) for task in tasks)
     sums = torch.empty((blocks, 2), dtype=torch.float64, device=like.device)
     for task in tasks:
@@ -124,8 +126,8 @@ def lambdas(
     present: Tensor | None,
     task: Task,
 ) -> Tensor | None:
-    """Return λ, with ρ entered into its history; None where PyTorch is needed. `task` has the
-    options of the regularizer.
+    """Record ρ in its history, and return λ; None where PyTorch is needed. `task` has the options
+    of the regularizer.
     """
     tensors = (variance, delta, history, count, *(() if present is None else (present,)))
     if not serves(*tensors) or not delta.numel():

@@ -1,6 +1,6 @@
-"""Jitted functions of the step: a program has a block of one parameter. It finds what to do in a
-table of `Task` (native/contract.py), the same that the C has: pointers and numbers of eight bytes.
-The C is in native/step.h, the definitions in varreg/regularizer.py and varreg/optim/step.py.
+"""Jitted functions of the step: a program computes a block of one parameter. It reads its task from
+a table of `Task` (native/contract.py), the same struct as in C: pointers and numbers of eight
+bytes. The C is in native/step.h, the definitions in varreg/regularizer.py and varreg/optim/step.py.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def regularize(
     HISTORY: tl.constexpr, FORM: tl.constexpr, SCALE_FREE: tl.constexpr, MASKED: tl.constexpr,
     TINY: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
-    """Enter ρ into its history, and return λ, which is written, too."""
+    """Record ρ in its history, write λ, and return λ."""
     rho = variance
     if SCALE_FREE:
         rho = variance / (delta * delta)
@@ -128,7 +128,7 @@ def accumulated(
     task, SUM: tl.constexpr, KEEP: tl.constexpr, TAKE: tl.constexpr, s2, at, here,
     REAL: tl.constexpr,
 ):  # fmt: skip
-    """Return V ← keep·V + take·σ², which is written, too."""
+    """Write V ← keep·V + take·σ², and return it."""
     V = number(task, KEEP, REAL) * values(task, SUM, at, here, REAL) + number(task, TAKE, REAL) * s2
     write(task, SUM, at, here, V, REAL)
     return V

@@ -1,4 +1,4 @@
-"""`varreg.verify`: the moments against their definition, one sample at a time."""
+"""`varreg.verify`: compare the moments with their definition, one sample at a time."""
 
 from varreg.verification.entry import verify
 from varreg.verification.result import Row, Verification

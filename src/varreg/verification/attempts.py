@@ -1,4 +1,6 @@
-"""Verify a copy, or the model itself where none can be made; and again in float64 where needed."""
+"""Verify a copy of a model, or the model itself if it cannot be copied; and again in float64 if
+needed.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,13 @@ from varreg.verification.tolerance import FLOAT64_RTOL, Setting
 def verify_precisely(
     model: nn.Module, loss: Loss | None, selection: Selection, setting: Setting
 ) -> Verification:
-    """Verify; where numbers differ, once more in float64, which tells what is rounding.
+    """Verify, and if numbers differ, verify again in float64, which shows what is rounding. Return
+    the result.
 
-    A gap is rounding where float64 has none, and where it is no larger than what torch itself does
-    in the model's precision: single samples are as far from float64, or the batch without varreg is
-    as far from single samples. The latter happens at a kink: an activation that is 0 but for
-    rounding passes a ReLU in the batch, and not alone.
+    A gap counts as rounding if float64 shows no gap, and if torch itself has gaps as large in the
+    model's precision: between single samples and float64, or between the batch without varreg and
+    single samples. The latter happens at a kink: an activation that is 0 up to rounding may pass a
+    ReLU in the batch, but not alone.
     """
     first, sums = _verify_safely(model, loss, selection, setting)
     if first.status != "different" or setting.rtol <= FLOAT64_RTOL:
@@ -59,15 +62,15 @@ def verify_precisely(
 def _verify_safely(
     model: nn.Module, loss: Loss | None, selection: Selection, setting: Setting
 ) -> tuple[Verification, dict[str, Sums]]:
-    """Verify a copy of the model, or the model itself where none can be made.
+    """Verify a copy of the model, or the model itself if it cannot be copied. Return the result.
 
-    A copy may still reach the original: a function that its forward calls may hold it. Then the
-    original has gradients afterwards, and it is verified in place.
+    A copy may still use the original: a function that its forward calls may hold the original
+    model. Then the original has gradients afterwards, and is verified in place.
     """
     with _rehearse(model, loss) as original:
         copies = _copy(model, loss)
         if copies is not None:
-            # The inner rehearsal alone decides on dropout, which is on in one of its steps.
+            # Only the inner rehearsal switches dropout, which is on in one of its steps.
             with original.with_dropout(), _rehearse(*copies) as inner:
                 compared = compare_samples(Steps(*copies, selection, inner), setting)
             if all(p.grad is None for p in model.parameters()):
@@ -78,7 +81,9 @@ def _verify_safely(
 
 
 def _copy(model: nn.Module, loss: Loss | None) -> tuple[nn.Module, Loss | None] | None:
-    """Return copies, in one go, since they may share parameters; None where that fails."""
+    """Return copies of model and loss, made together, since they may share parameters; None if that
+    fails.
+    """
     try:
         if isinstance(loss, nn.Module):
             return copy.deepcopy((model, loss))
@@ -89,6 +94,6 @@ def _copy(model: nn.Module, loss: Loss | None) -> tuple[nn.Module, Loss | None] 
 
 @contextlib.contextmanager
 def _rehearse(model: nn.Module, loss: Loss | None) -> Iterator[Rehearsal]:
-    """Rehearse the model, and the loss where it is a module and has a state to put back."""
+    """Rehearse the model, and the loss if it is a module whose state must be restored."""
     with rehearsal(nn.ModuleList([model, loss] if isinstance(loss, nn.Module) else [model])) as run:
         yield run

@@ -1,4 +1,4 @@
-"""Why numbers differ: the model, its loss, or varreg."""
+"""Find why numbers differ: the model, its loss, or varreg."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def explain(
     outputs_differ = result.outputs > setting.rtol
     parting = _find_parting(steps, setting) if is_mixed or outputs_differ else None
     if parting is not None and parting.instead and not outputs_differ:
-        parting = None  # they make other calls, to the same end
+        parting = None  # they make different calls with the same result
     if parting is not None or outputs_differ:
         return _add(replace(result, parting=parting), reasons.model_mixes(parting))
     if is_mixed:
@@ -50,7 +50,9 @@ def _find_parting(steps: Steps, setting: Setting) -> Parting | None:
 def _loss_reason(
     steps: Steps, batch_step: Step, measurement: Measurement, setting: Setting
 ) -> Reason:
-    """Return what the loss does: one factor for all, one for each sample, or it mixes them."""
+    """Return the reason in the loss: one factor for all samples, a factor for each sample, or a
+    loss that mixes samples.
+    """
     n, params = steps.size, steps.params
     if n * sum(p.numel() for p in params.values()) > MOST_WEIGHED:
         return reasons.loss_mixes(setting.reduction)

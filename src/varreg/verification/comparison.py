@@ -1,4 +1,4 @@
-"""One verification: the steps it takes, their numbers side by side, and its result."""
+"""One verification: run the steps, compare their numbers, and return the result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def compare_samples(steps: Steps, setting: Setting) -> tuple[Verification, dict[
     """Return the result, and the sums of the gradients of single samples."""
     try:
         with warnings.catch_warnings():
-            # What varreg warns of is measured here.
+            # Warnings of varreg are ignored: the comparison itself shows what they warn of.
             warnings.filterwarnings("ignore", message="varreg: ")
             return _compare_samples(steps, setting)
     except CannotVerify as error:

@@ -1,4 +1,4 @@
-"""The function `verify(model, loss, batch)`: its arguments, their checks, and what it promises."""
+"""The function `verify(model, loss, batch)`, and the checks of its arguments."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def verify(
     """Compare varreg's moments with their definition: the gradients of single samples.
 
     A few samples go through model and loss one at a time, which gives their gradients g_i. The
-    gradient of the batch of them must be the mean of the g_i; varreg's count, mean, second moment
-    and variance must be theirs; and `p.grad` must be what it is without varreg. Where it is not
-    so, the result says why. Dropout is off meanwhile. The model, its buffers, gradients and
-    observers, and all random state stay as they are.
+    gradient of the batch of these samples must be the mean of the g_i; varreg's count, mean, second
+    moment and variance must be those of the g_i; and `p.grad` must be the same as without varreg.
+    If one of these fails, the result says why. Dropout is off. The model, its buffers, gradients
+    and observers, and all random states are restored.
 
     Args:
         model: Any module, observed or not, in training or not.
@@ -99,7 +99,9 @@ def _check_arguments(model: Any, loss: Any, samples: Any, rtol: Any) -> None:
 
 
 def _undefined(size: int, batch_norm: str) -> Verification | None:
-    """Return the result where a sample has no gradient to compare with; None where it has."""
+    """Return the result for cases in which single samples have no gradient to compare with; None
+    for all other cases.
+    """
     if size < 2:
         return Verification(
             "unknown",

@@ -39,7 +39,7 @@ def compare_moments(
 ) -> tuple[Row, ...]:
     """Compare every parameter's numbers, element by element, relative to the size of the g_i.
 
-    `grads` are the batch's, without varreg.
+    `grads` are the gradients of the batch, without varreg.
     """
     rows, sizes = [], _sizes(sums, setting.floor)
     for name, s in sums.items():
@@ -58,7 +58,7 @@ def compare_moments(
 
 
 def noise_of(sums: dict[str, Sums], truth: dict[str, Sums], floor: float) -> dict[str, float]:
-    """Return how far the sums of each parameter are from true ones, as gaps are measured."""
+    """Return the gap between the sums of each parameter and the true sums."""
     gaps, sizes = {}, _sizes(sums, floor)
     for name, s in sums.items():
         first = (s.first - truth[name].first) / s.count / sizes[name]
@@ -68,14 +68,17 @@ def noise_of(sums: dict[str, Sums], truth: dict[str, Sums], floor: float) -> dic
 
 
 def widen(t: Tensor | None, like: Tensor) -> Tensor:
-    """Return a gradient in float64; zeros like another tensor where there is none."""
+    """Return a gradient in float64; zeros of the shape of another tensor if the gradient is
+    None.
+    """
     return torch.zeros_like(like) if t is None else in_double(t)
 
 
 def _sizes(sums: dict[str, Sums], floor: float) -> dict[str, Tensor]:
-    """Return the size of each element's g_i: √((1/m) Σ g_i²), which no cancellation makes small.
+    """Return the scale of the g_i of each element, √((1/m) Σ g_i²), which cancellation does not
+    reduce.
 
-    It is at least `floor` times the largest of any parameter.
+    It is at least `floor` times the largest scale of all parameters.
     """
     sizes = {name: (s.second / s.count).sqrt() for name, s in sums.items()}
     least = floor * max(map(_largest, sizes.values()))
@@ -89,7 +92,7 @@ def _moment_gap(
     size: Tensor,
     n: int,
 ) -> float:
-    """Return the gap of one moment. No moments are right where there is nothing to measure."""
+    """Return the gap of one moment; 0 if there are no moments and nothing to measure."""
     if measured is None:
         return math.inf if bool(truth.any()) else 0.0
     return _largest((measured[1 + which] - truth) / size) if measured[0] == n else math.inf

@@ -1,4 +1,4 @@
-"""What varreg measures: gradients and moments of an observed model."""
+"""Run steps of an observed model, and return the gradients and moments that varreg measures."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from varreg.verification.tolerance import Setting
 
 
 class Measured(NamedTuple):
-    """The gradient of one parameter after a step, and its moments: None where it has none."""
+    """The gradient of one parameter after a step, and its moments; None if there are none."""
 
     grad: Tensor | None
     moments: tuple[int, Tensor, Tensor, Tensor] | None
 
 
 class Measurement(NamedTuple):
-    """What varreg measured in each of some steps."""
+    """The results of varreg in each of several steps."""
 
     steps: list[dict[str, Measured]]
     mechanisms: dict[str, str]
@@ -31,7 +31,9 @@ class Measurement(NamedTuple):
 
 
 def measure(steps: Steps, setting: Setting) -> Measurement:
-    """Return what varreg measures in two steps: the second repeats plans that the first makes."""
+    """Return the results of varreg in two steps. The second step uses the plans that the first one
+    makes.
+    """
     measured: list[dict[str, Measured]] = []
     batch = steps.selection.batch
     try:
@@ -39,7 +41,7 @@ def measure(steps: Steps, setting: Setting) -> Measurement:
             steps.model, reduction=setting.reduction, batch_dim=setting.batch_dim
         ) as observer:
             with steps.rehearsal.with_dropout():
-                steps.run(batch)  # what is refused in training is refused here
+                steps.run(batch)  # a model that is refused in training is refused here, too
             for _ in range(2):
                 grads = steps.run(batch).grads
                 measured.append({n: _read(p, grads[n]) for n, p in steps.params.items()})

@@ -1,4 +1,6 @@
-"""Where the batch and its single samples part: the first operation whose results differ."""
+"""Find the first operation whose result for the batch differs from the results for single
+samples.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Operation:
-    """One call of a torch function, as people look for it."""
+    """One call of a torch function, described for people."""
 
     function: str
     module: str
@@ -23,7 +25,7 @@ class Operation:
     whole: Shape
     """The shape of its result for the batch."""
     single: Shape
-    """And for one sample."""
+    """The shape of its result for one sample."""
 
     def __str__(self) -> str:
         return f"`{self.function}` in {self.module}"
@@ -31,14 +33,16 @@ class Operation:
 
 @dataclass(frozen=True)
 class Parting:
-    """Where the batch and its single samples part."""
+    """The first difference between the batch and its single samples."""
 
     at: Operation
     """The first operation in whose result the row of a sample depends on other samples."""
     source: Operation | None
-    """The first one before it that made one value of all samples, such as their mean."""
+    """The first operation before it that combined all samples to one value, such as their mean."""
     instead: str = ""
-    """Not empty: the function that one sample calls there. From there on, they do other things."""
+    """The function that a single sample calls in its place, if it is another one; else empty. From
+    there on, the calls differ.
+    """
 
     def __str__(self) -> str:
         if self.instead:
@@ -53,11 +57,11 @@ class Parting:
 def find_parting(
     model: nn.Module, run: Callable[[int | None], object], n: int, rtol: float
 ) -> Parting | None:
-    """Run the batch, `run(None)`, and each sample, `run(i)`; return where they part first.
+    """Run the batch, `run(None)`, and each sample, `run(i)`. Return their first difference.
 
-    Calls are compared up to the first that is of another function. If nothing differs up to there,
-    that is where they part, though it need not mean much: a loop over samples makes more calls for
-    the batch. None where both make the same calls, with the same results.
+    Calls are compared up to the first call of another function. If no result differs before it,
+    this call is the difference, which may mean little: a loop over samples makes more calls for the
+    batch. Return None if both make the same calls with the same results.
     """
     paths = ModulePaths(model)
     calls: list[RecordedCall] = []
@@ -81,7 +85,7 @@ def find_parting(
 
 
 class _Comparison:
-    """One sample's calls, compared with those of the batch one by one."""
+    """Compares the calls of one sample with those of the batch, one by one."""
 
     def __init__(self, calls: Sequence[RecordedCall], i: int, n: int, rtol: float):
         self.calls, self.i, self.n, self.rtol = calls, i, n, rtol
@@ -90,7 +94,9 @@ class _Comparison:
         self.source: Operation | None = None
 
     def hear(self, call: RecordedCall) -> None:
-        """Compare one call with the batch's at the same position; keep where they part."""
+        """Compare one call with the batch's call at the same position; note the first
+        difference.
+        """
         if self.parting is not None or self.at >= len(self.calls):
             return
         batch_call = self.calls[self.at]

@@ -25,7 +25,7 @@ class Reason(NamedTuple):
 
 
 def model_mixes(parting: Parting | None) -> Reason:
-    """Return the reason where samples meet in the model."""
+    """Return the reason for a model that mixes samples."""
     at = "at an operation that is not a torch function" if parting is None else f"at {parting}"
     return Reason(
         "Samples meet in the model: a sample's output depends on the others of its batch. "
@@ -37,7 +37,7 @@ def model_mixes(parting: Parting | None) -> Reason:
 
 
 def loss_mixes(reduction: str) -> Reason:
-    """Return the reason where samples meet in the loss."""
+    """Return the reason for a loss that mixes samples."""
     return Reason(
         "The loss mixes samples or weighs them (or a hook or a backward function does): outputs of "
         "the whole batch are those of single samples, but the gradient of its loss is not the "
@@ -48,7 +48,7 @@ def loss_mixes(reduction: str) -> Reason:
 
 
 def loss_has_factor(factor: float, n: int, reduction: str) -> Reason:
-    """Return the reason where the loss is a multiple of what the reduction says."""
+    """Return the reason for a loss that differs from the declared reduction by a factor."""
     other = "sum" if reduction == "mean" else "mean"
     if math.isclose(factor, n if reduction == "mean" else 1 / n, rel_tol=SAME_FACTOR):
         return Reason(
@@ -64,7 +64,7 @@ def loss_has_factor(factor: float, n: int, reduction: str) -> Reason:
 
 
 def loss_weighs(weights: Tensor, are_shares: bool) -> Reason:
-    """Return the reason where the loss gives samples different weights."""
+    """Return the reason for a loss that gives samples different weights."""
     shares = _SHARES + (" That is exact here." if are_shares else "")
     return Reason(
         "The loss weighs samples by something that differs from sample to sample (the "
@@ -77,7 +77,7 @@ def loss_weighs(weights: Tensor, are_shares: bool) -> Reason:
 
 
 def varreg_errs(row: Row, mechanism: str, rtol: float) -> Reason:
-    """Return the reason where model and loss are as they should be, and varreg is not."""
+    """Return the reason for an error of varreg: model and loss treat each sample by itself."""
     if row.grad > rtol:
         error = f"p.grad of '{row.parameter}' with varreg is not what it is without"
     elif math.isinf(row.mean):

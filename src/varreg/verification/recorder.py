@@ -1,4 +1,4 @@
-"""A recorder of all calls of torch functions in a forward, with the module that makes each."""
+"""Record all calls of torch functions in a forward, with the module that makes each call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from varreg.engine.trace.arguments import tensors_of
 from varreg.engine.trace.functions import name_of
 
 _NUMBERS = frozenset(("item", "tolist", "__float__", "__int__", "__bool__", "__index__"))
-"""Functions that give values of a tensor to Python."""
+"""Functions that return values of a tensor to Python."""
 
 
 class RecordedCall(NamedTuple):
@@ -29,7 +29,7 @@ class RecordedCall(NamedTuple):
 
 
 class Recorder(TorchFunctionMode):
-    """Hands every call to a listener, one by one."""
+    """Passes every call to a listener, one by one."""
 
     def __init__(self, paths: ModulePaths, listener: Callable[[RecordedCall], None]):
         super().__init__()
@@ -62,7 +62,7 @@ class ModulePaths:
 
     @contextlib.contextmanager
     def follow(self) -> Iterator[None]:
-        """Follow the forward of every module, in this block."""
+        """Follow the forward of every module inside of the `with` block."""
         handles = []
         for name, module in self.model.named_modules():
             path = place(name, module)

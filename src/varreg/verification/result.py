@@ -28,7 +28,7 @@ class Row:
 
     @property
     def gap(self) -> float:
-        """Return the largest of them."""
+        """Return the largest of these gaps."""
         return max(self.batch, self.grad, self.mean, self.second_moment, self.variance)
 
 
@@ -37,22 +37,24 @@ class Verification:
     """The result of `varreg.verify`; truthy when verified, and `print` shows it to people."""
 
     status: str
-    """"verified"; "different"; "refused" by varreg, with its message; or "unknown": cannot be."""
+    """"verified"; "different"; "refused" by varreg, with its message; or "unknown": not
+    possible.
+    """
     reason: str = ""
     advice: str = ""
     samples: int = 0
-    """How many were used."""
+    """The number of samples that were used."""
     rtol: float = math.nan
     rows: tuple[Row, ...] = ()
-    """One for each parameter that is trained; none where nothing could be compared."""
+    """One row for each trained parameter; no rows if nothing could be compared."""
     outputs: float = math.nan
     """The largest gap between outputs of the batch and of single samples; nan: none fit."""
     parting: Parting | None = None
-    """The first operation where outputs of the batch and of single samples part."""
+    """The first operation at which outputs of the batch and of single samples differ."""
 
     @property
     def gap(self) -> float:
-        """Return the largest relative gap of any parameter; nan where nothing could be compared."""
+        """Return the largest relative gap of any parameter; nan if nothing could be compared."""
         return max((row.gap for row in self.rows), default=math.nan)
 
     @property

@@ -1,4 +1,4 @@
-"""A sample's part of a result of the batch, against the result for that sample alone."""
+"""Compare a sample's part of a batch's result with the result for that sample alone."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from torch import Tensor
 
 
 class Part(NamedTuple):
-    """How far a sample's part of the batch's result is from the result for that sample alone."""
+    """The difference between a sample's part of the batch's result and the result for that sample
+    alone.
+    """
 
     gap: float
-    """Relative to the largest value of the batch's result."""
+    """The largest difference, relative to the largest value of the batch's result."""
     has_rows: bool
     """True: the batch's result has a part for every sample. False: it is one value for all."""
 
@@ -21,7 +23,7 @@ class Part(NamedTuple):
 def compare_part(batch: Tensor, single: Tensor, i: int, n: int) -> Part | None:
     """Compare the part of sample i of n with the result for that sample alone.
 
-    None where shapes do not tell which part is the sample's.
+    Return None if the shapes do not show which part is the sample's.
     """
     if not batch.is_floating_point() or batch.dtype != single.dtype or batch.dim() != single.dim():
         return None
@@ -34,14 +36,16 @@ def compare_part(batch: Tensor, single: Tensor, i: int, n: int) -> Part | None:
     k = single.shape[d]
     if len(different) > 1 or batch.shape[d] != n * k:
         return None
-    # A dimension of n * k entries may hold the samples outside, inside or between other things.
+    # In a dimension of n * k entries, the samples may be the outer, the inner or a middle factor.
     folds = (batch.unflatten(d, (a, n, k // a)) for a in range(1, k + 1) if k % a == 0)
     parts = [fold.select(d + 1, i).flatten(d, d + 1) for fold in folds]
     return Part(_gap(parts, single, batch), True)
 
 
 def _gap(candidates: Sequence[Tensor], single: Tensor, batch: Tensor) -> float:
-    """Return the smallest of the largest differences, relative to the largest finite value."""
+    """Return the smallest, over the possible parts, of the largest difference, relative to the
+    largest finite value.
+    """
     size = float(batch.abs().nan_to_num(0.0, 0.0, 0.0).max())
     gaps = []
     for part in candidates:

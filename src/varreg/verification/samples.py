@@ -1,4 +1,4 @@
-"""A batch of inputs and targets, a selection of its samples, and calls of model and loss."""
+"""Batches of inputs and targets: select samples, and call model and loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Loss = Callable[..., Any]
 
 
 class Batch:
-    """Inputs and targets: what the model takes, and what the loss takes."""
+    """Inputs of the model, and targets of the loss."""
 
     def __init__(self, loss: Loss | None, batch: Any, batch_dim: int):
         self.batch_dim = batch_dim
@@ -43,14 +43,16 @@ class Batch:
             )
 
     def _dim_of(self, t: Tensor, is_target: bool) -> int | None:
-        """Return the dimension that counts samples; None where the tensor has none."""
+        """Return the dimension that counts samples; None if no dimension does."""
         for dim in (self.batch_dim, 0) if is_target else (self.batch_dim,):
             if t.dim() > dim and t.shape[dim] == self.size:
                 return dim
         return None
 
     def take(self, index: Sequence[int]) -> Batch:
-        """Return a batch of these samples. A tensor that counts no samples stays as it is."""
+        """Return a batch of these samples. A tensor without a dimension of samples is not
+        changed.
+        """
 
         def pick(is_target: bool) -> Callable[[Any], Any]:
             def one(t: Any) -> Any:
@@ -69,8 +71,8 @@ class Batch:
     def select(self, most: int) -> Selection:
         """Return some of the samples, spread evenly.
 
-        Their number is not the length of a tensor that all samples share: the engine would take
-        the rows of that tensor for samples.
+        Their number must differ from the length of a tensor that all samples share: otherwise the
+        engine would mistake the rows of that tensor for samples.
         """
         shared = {
             t.shape[self.batch_dim]
@@ -94,13 +96,15 @@ class Batch:
         return batch
 
     def output(self, model: nn.Module) -> Any:
-        """Return what the model returns for the inputs."""
+        """Return the output of the model for the inputs."""
         if isinstance(self.x, dict):
             return model(**self.x)
         return model(*self.x) if isinstance(self.x, tuple) else model(self.x)
 
     def loss(self, loss: Loss | None, output: Any) -> Tensor:
-        """Return the loss, checked to be one number that depends on something."""
+        """Return the loss. Raise an InputError unless it is one number that depends on
+        parameters.
+        """
         if loss is not None:
             value = loss(output, self.y) if self.has_targets else loss(output)
             expected = "a loss that is a single number"
@@ -126,13 +130,13 @@ class Selection(NamedTuple):
     """Some samples of the user's batch."""
 
     batch: Batch
-    """All of them together."""
+    """All selected samples together."""
     singles: list[Batch]
-    """Each of them alone."""
+    """Each selected sample alone."""
     indices: list[int]
-    """Where they are in the user's batch."""
+    """Their positions in the user's batch."""
     total: int
-    """How many samples there are in the user's batch."""
+    """The number of samples in the user's batch."""
 
     def to(self, dtype: torch.dtype) -> Selection:
         """Return a copy whose floating-point tensors are of another type."""
@@ -141,11 +145,13 @@ class Selection(NamedTuple):
 
 
 class InputError(Exception):
-    """The user's loss or batch cannot be used: raised as a `ValueError`, not reported."""
+    """The user's loss or batch cannot be used. It is raised as a `ValueError`, not reported in a
+    result.
+    """
 
 
 def _inputs_and_targets(loss: Loss | None, batch: Any) -> tuple[Any, Any, bool]:
-    """Return the model's arguments, the targets, and whether there are any."""
+    """Return the model's arguments, the targets, and whether there are targets."""
     if isinstance(batch, Mapping):
         return dict(batch), None, False
     if loss is None:

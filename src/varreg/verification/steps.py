@@ -1,4 +1,4 @@
-"""Training steps of a few samples, together or alone, each from the same state of the model."""
+"""Run training steps of a few samples, together or alone, each from the same state of the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class Step(NamedTuple):
 
 
 class Steps:
-    """Forward and backward of a model that may be changed meanwhile: it is in a rehearsal."""
+    """Runs forward and backward of a model inside of a rehearsal, which restores the model
+    afterwards.
+    """
 
     def __init__(
         self, model: nn.Module, loss: Loss | None, selection: Selection, rehearsal: Rehearsal
@@ -39,7 +41,7 @@ class Steps:
         return self.selection.batch.size
 
     def run(self, batch: Batch, numbers: bool = True) -> Step:
-        """Return one step from the first state; without `numbers`, with new random numbers."""
+        """Return one step from the initial state; without `numbers`, with new random numbers."""
         self.rehearsal.reset(numbers)
         output = batch.output(self.model)
         loss = batch.loss(self.loss, output)
@@ -49,7 +51,7 @@ class Steps:
         return Step(float(loss.detach()), outputs, {n: _dense(g) for n, g in grads.items()})
 
     def run_batch(self) -> Step:
-        """Return the step of all samples together, checked to have finite numbers."""
+        """Return the step of all samples together. Raise unless its numbers are finite."""
         chosen = self.selection
         try:
             step = self.run(chosen.batch)
@@ -70,11 +72,11 @@ class Steps:
         return step
 
     def run_single(self, i: int) -> Step:
-        """Return the step of sample i alone, checked to have finite numbers."""
+        """Return the step of sample i alone. Raise unless its numbers are finite."""
         subject = f"sample {self.selection.indices[i]} alone"
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a batch of one is our doing, not the user's
+                warnings.simplefilter("ignore")  # a batch of one is ours, not the user's
                 step = self.run(self.selection.singles[i])
         except Exception as error:
             raise CannotVerify(
@@ -85,16 +87,15 @@ class Steps:
         return step
 
     def run_forward(self, i: int | None) -> None:
-        """Run the forward of sample i, or of all samples where it is None."""
+        """Run the forward of sample i, or of all samples if i is None."""
         self.rehearsal.reset()
         (self.selection.batch if i is None else self.selection.singles[i]).output(self.model)
 
     def check_randomness(self, step: Step) -> CannotVerify | None:
-        """Raise where other random numbers change the gradients of a batch's step.
+        """Raise if other random numbers change the gradients of the batch's step.
 
-        Return the error to raise should its numbers differ from those of single samples; None
-        where no random numbers are drawn. Some models draw numbers that have no effect; those can
-        be verified.
+        Return the error to raise if the batch's numbers differ from those of single samples; None
+        if no random numbers are drawn. Models whose random numbers have no effect can be verified.
         """
         if not self.rehearsal.is_random:
             return None
@@ -112,7 +113,7 @@ class Steps:
 
 
 def _check_finite(step: Step, subject: str) -> None:
-    """Raise where a loss or a gradient is nan or infinite."""
+    """Raise if a loss or a gradient is nan or infinite."""
     advice = "Are all of its targets ignored? Pass a batch whose numbers are finite."
     if not math.isfinite(step.loss):
         raise CannotVerify(f"The loss of {subject} is {step.loss}.", advice)

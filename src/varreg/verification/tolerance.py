@@ -1,4 +1,4 @@
-"""How closely numbers have to agree, and the options that say what a sample's gradient is."""
+"""The tolerance of a comparison, and the options that define the gradient of a sample."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FLOAT64_RTOL = RTOL[torch.float64]
 
 
 class Setting(NamedTuple):
-    """What the user asked for, with the tolerance that was chosen."""
+    """The user's options, with the chosen tolerance."""
 
     reduction: str
     batch_dim: int
@@ -24,7 +24,7 @@ class Setting(NamedTuple):
         """Return the size, relative to the model's largest gradient, below which numbers are
         rounding.
 
-        Gradients that are zero but for rounding (a bias before a softmax) have no size.
+        Gradients that are zero up to rounding (a bias before a softmax) have no scale of their own.
         """
         return min(1.0, max(FLOOR, self.rtol))
 

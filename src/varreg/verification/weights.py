@@ -20,9 +20,9 @@ def flatten(grads: dict[str, Tensor | None], params: Mapping[str, Tensor]) -> Te
 
 
 def weights_of(each: Tensor, target: Tensor, rtol: float) -> Tensor | None:
-    """Return f with target = (1/n) Σ f_i g_i, equal ones where those will do.
+    """Return f with target = (1/n) Σ f_i g_i; equal weights if these are a solution.
 
-    None where there is no f, or more than one.
+    Return None if there is no solution, or more than one.
     """
     n, size = len(each), each.square().mean(0).sqrt().max()
 
@@ -37,7 +37,7 @@ def weights_of(each: Tensor, target: Tensor, rtol: float) -> Tensor | None:
     gram = each @ each.T
     spectrum = torch.linalg.eigvalsh(gram)
     if spectrum[0] <= (ALIKE[0] if rtol > ALIKE_PRECISE else ALIKE[1]) * spectrum[-1]:
-        return None  # gradients so alike that many weights would do
+        return None  # gradients are so similar that many weights are solutions
     f = n * torch.linalg.solve(gram, each @ target)
     return f if fits(f) else None
 

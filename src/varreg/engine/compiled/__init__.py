@@ -1,8 +1,8 @@
-"""torch.compile: an observed forward inside of a compiled graph, with operations of ours where
+"""Observe a forward inside of a graph of torch.compile: our operations are inserted where
 parameters meet the batch.
 
-`join.py` is called while torch.compile looks at the model. `sites.py` finds in the captured graph
-where parameters meet the batch, `rewrite.py` puts our operations there (`measured.py`), and
-`graph.py` runs it. What a graph may assume of the batch is found out by running it once, eagerly,
-under the tracer, for each form of the inputs (`certificate.py`).
+`join.py` is called while torch.compile captures the model. `sites.py` finds the sites in the
+captured graph, `rewrite.py` inserts our operations there (`measured.py`), and `graph.py` runs the
+graph. For each set of input shapes, one eager run under the tracer shows whether the graph follows
+the batch correctly (`certificate.py`).
 """

@@ -1,4 +1,5 @@
-"""What a graph may assume of the batch: found out by running it once, eagerly, under the tracer.
+"""Certificates: one eager run of a graph under the tracer shows what holds for inputs of these
+shapes.
 
 A certificate holds for all inputs of the same shapes. It says that the tracer followed the batch
 through every call by the form of the call alone (a plan), never by values; and that each parameter
@@ -26,7 +27,7 @@ from varreg.engine.trace.arguments import tensors_in
 from varreg.engine.trace.call import Call
 from varreg.engine.trace.functions import CREATORS
 from varreg.engine.trace.layout import Layout
-from varreg.engine.trace.sorting import UNKNOWN_CONSTANT
+from varreg.engine.trace.trace import UNKNOWN_CONSTANT
 from varreg.engine.trace.tracer import Tracer
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class RuleUse(NamedTuple):
     use: Use
 
     def contributions(self, grad: Tensor, saved: Sequence[Tensor]) -> list[Contribution]:
-        """Return what each sample contributes to each of the parameters."""
+        """Return the contributions of the samples to each of the parameters."""
         found = contributions_of(self.use, [grad], saved)
         return [found[name] for name in self.use.wants]
 
@@ -52,10 +53,10 @@ class SpreadUse(NamedTuple):
     partition: Partition
     shape: torch.Size
     skip: int | None
-    """The row of a table that gets no gradient."""
+    """The row of an embedding table that gets no gradient (`padding_idx`)."""
 
     def contributions(self, grad: Tensor, saved: Sequence[Tensor]) -> list[Contribution]:
-        """Return what each sample contributes to the parameter."""
+        """Return the contributions of the samples to the parameter."""
         batch = self.partition.batch
         if not saved:
             return [Dense(self.partition, grad.reshape(batch, *self.shape))]
@@ -70,7 +71,7 @@ class Certificate(NamedTuple):
     partition: Partition
     sites: list[RuleUse | SpreadUse]
     rounding: float
-    """The unit of rounding of what is computed under autocast."""
+    """The unit of rounding of computations under autocast."""
 
 
 class Witness(Tracer):
@@ -101,7 +102,7 @@ class Witness(Tracer):
 
 
 class Examiner:
-    """Looks at each call of an eager run, and says in the end what holds."""
+    """Examines each call of an eager run, and makes the certificate at the end."""
 
     def __init__(self, observer: Observer, witness: Witness, found: Found):
         self.observer, self.witness, self.found = observer, witness, found
@@ -112,7 +113,7 @@ class Examiner:
         self.result: Certificate | None = None
 
     def look(self, node: Any, out: Any, parameters: Sequence[Tensor]) -> None:
-        """Look at the result of a call inside of the observed forward."""
+        """Examine the result of a call inside of the observed forward."""
         unplanned, self.witness.unplanned = self.witness.unplanned, 0
         site = self._sites.get(node)
         if site is None:
@@ -131,7 +132,9 @@ class Examiner:
             self._uses[node] = use
 
     def _rule_use(self, site: RuleSite, made: Any, met: list[Tensor]) -> RuleUse | None:
-        """Return how a rule measured the parameters of a site; None if not as the graph will."""
+        """Return how a rule measured the parameters of a site; None if the graph will measure them
+        in another way.
+        """
         use, recipients = made.use, made.recipients
         if use.rule is not site.rule or not all(r.pull_back is None for r in recipients):
             return None
@@ -143,11 +146,11 @@ class Examiner:
         return RuleUse(site.parameters, use)
 
     def finish(self, outputs: Sequence[Tensor]) -> None:
-        """Say what holds, when the observed forward has come to its outputs: nothing if more than
-        shapes counted, or the tracer found something else than the graph has.
+        """Make the certificate when the observed forward has returned its outputs. There is none if
+        values mattered besides shapes, or if the tracer found other uses than the graph has.
         """
         trace = self.witness.trace
-        # a graph takes constants from outside as inputs: they were there before
+        # constants from outside are inputs of the graph: they existed before the forward
         has_escapes = any(name != UNKNOWN_CONSTANT for name, *_ in trace.escapes)
         if has_escapes or trace.rewritten or trace.unseen or trace.batch <= 1:
             return
@@ -162,7 +165,9 @@ class Examiner:
 
 
 def _spread_use(site: SpreadSite, at: Any, made: Any, p: Tensor) -> SpreadUse | None:
-    """Return how a parameter was spread along the batch at a site; None if the graph will not."""
+    """Return how a parameter was spread along the batch at a site; None if the graph will not
+    spread it in this way.
+    """
     spreads = [n for n, _ in made.next_functions if _is_made_by(n, SpreadNode)]
     if len(spreads) != 1 or spreads[0].is_aligned:
         return None

@@ -1,4 +1,4 @@
-"""A compiled graph that holds an observed forward, and what calls it."""
+"""Run a compiled graph that contains an observed forward."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ Compiler = Callable[[GraphModule, list[Any]], Callable[..., Any]]
 
 
 def compile_observed(observer: Observer) -> Callable[[Compiler, GraphModule, list[Any]], Any]:
-    """Return what compiles a graph that an observed forward has joined, with torch's compiler."""
+    """Return the function that compiles a captured graph with an observed forward in it, by torch's
+    compiler, to an `ObservedGraph`.
+    """
 
     def compile_graph(compiler: Compiler, module: GraphModule, inputs: list[Any]) -> Any:
         is_parameter = [
@@ -52,8 +54,8 @@ def compile_observed(observer: Observer) -> Callable[[Compiler, GraphModule, lis
 class ObservedGraph:
     """A graph with an observed forward in it, as torch.compile calls it.
 
-    For inputs of new shapes it runs eagerly under the tracer, as it was captured. If that gives a
-    certificate, the compiled graph runs for such inputs from then on.
+    For inputs of new shapes it runs the captured graph eagerly under the tracer. If that gives a
+    certificate, it runs the compiled graph for inputs of these shapes from then on.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class ObservedGraph:
         found: Found,
         compiled: Callable[..., Any],
     ):
-        self._observer = weakref.ref(observer)  # this may live longer than the model
+        self._observer = weakref.ref(observer)  # the graph may outlive the model
         self._module, self._graph, self._found, self._compiled = module, graph, found, compiled
         self._inside = {*found.inside}
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
@@ -75,7 +77,7 @@ class ObservedGraph:
         self._certificates: dict[Any, Certificate | None] = {}
 
     def __call__(self, *args: Any) -> Any:
-        """Run the observed forward, and what is around it."""
+        """Run the graph: the observed forward, and the calls before and after it."""
         observer = self._observer()
         if observer is None or not observer.is_on:
             return self._run(args, None)
@@ -100,7 +102,7 @@ class ObservedGraph:
     # ---- as it was captured ----------------------------------------------------------------------
 
     def _examine(self, key: Any, args: Sequence[Any], observer: Observer) -> Any:
-        """Run the graph eagerly, and keep what holds for inputs of these shapes."""
+        """Run the graph eagerly, and store the certificate for inputs of these shapes."""
         tracer = observer.tracer
         witness = observer.tracer = Witness(observer)
         examiner = Examiner(observer, witness, self._found)
@@ -164,7 +166,7 @@ class ObservedGraph:
             forward.leave(model, inputs, {}, outputs)
 
     def _call(self, node: Node, values: dict[Node, Any]) -> Any:
-        """Return what a node of the graph returns."""
+        """Run a node of the graph, and return its result."""
         args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
@@ -201,8 +203,8 @@ def _shape_of(value: Any) -> Any:
 
 
 def _is_ordinary() -> bool:
-    """Return whether a forward runs by itself, and keeps what it needs as it is: no checkpoint runs
-    it, and no other process shares the batch.
+    """Return whether a forward runs without a checkpoint, without hooks on saved tensors, and
+    without other processes that share the batch.
     """
     if processes.are_several() or _torch.current_graph_task() != -1:
         return False

@@ -1,8 +1,8 @@
-"""While torch.compile looks at an observed model: the hooks join its graph, or break it.
+"""The hooks of an observed model while torch.compile captures it: the observed forward joins the
+graph, or breaks it.
 
-These functions are read by torch.compile, in place of the hooks that run eagerly. They mark in the
-graph where the observed forward begins and ends, and see to it that the graph is rewritten before
-it is compiled.
+torch.compile traces these functions in place of the eager hooks. They mark the begin and the end of
+the observed forward in the graph, and have the graph rewritten before it is compiled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def enter(hook: Hook, module: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     if not graphs.can_join:
         return False
     if not torch.is_grad_enabled():
-        return True  # nothing is observed
+        return True  # there is nothing to measure
     inputs = _tensors_of((args, kwargs))
     if inputs is None or not graphs.enter(hook.is_root):
         return False
@@ -57,7 +57,9 @@ def leave(hook: Hook, module: Any, args: Any, kwargs: dict[str, Any], output: An
 
 
 def _tensors_of(tree: Any) -> list[Tensor] | None:
-    """Return the tensors in plain sequences and mappings; None where there may be others."""
+    """Return the tensors in plain sequences and mappings; None if there may be tensors
+    elsewhere.
+    """
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, _PLAIN):
@@ -80,18 +82,20 @@ class Graphs:
     def __init__(self, observer: Observer):
         self.observer = observer
         self.can_join = True
-        """Compiled code is made again when this changes."""
+        """A guard: torch.compile compiles again when this changes."""
         self.token = torch.zeros((), dtype=torch.int64)
-        """An input of the graph: each call of compiled code replaces it by one of its own."""
+        """An input of the graph, in whose place each call of the compiled graph passes its own
+        token.
+        """
 
     def give_up(self) -> None:
-        """Let the observed forward run eagerly from now on: a graph cannot hold it."""
+        """Run the observed forward eagerly from now on, since a graph cannot contain it."""
         self.can_join = False
 
     @_torch.runs_while_compiling
     def enter(self, is_root: bool) -> bool:
-        """Return whether a module's forward is inside of an observed one that has joined the graph;
-        that of the model itself joins it now.
+        """Return whether a module's forward is inside of an observed forward that has joined the
+        graph. The forward of the model itself joins the graph now.
         """
         output = _torch.graph_in_capture()
         if output is None:
@@ -104,7 +108,7 @@ class Graphs:
 
         if _INSIDE in vars(output) or is_tracing() or processes.are_several():
             return False
-        if self.observer.batch_norm != "refuse":  # samples may meet: that is not tried in graphs
+        if self.observer.batch_norm != "refuse":  # graphs do not measure contributions
             return False
         if any(type(m) in MODULE_RULES for m in self.observer.model.modules()):
             return False
@@ -116,8 +120,8 @@ class Graphs:
 
     @_torch.runs_while_compiling
     def leave(self, is_root: bool) -> bool:
-        """Return whether a module's forward was inside of one that has joined the graph; that of
-        the model itself ends now.
+        """Return whether a module's forward was inside of an observed forward that has joined the
+        graph. The forward of the model itself ends now.
         """
         output = _torch.graph_in_capture()
         if output is None or vars(output).get(_INSIDE) is not self:
@@ -128,8 +132,8 @@ class Graphs:
 
 
 def _has_hooks(model: nn.Module) -> bool:
-    """Return whether hooks of others change what leaves the model, or gradients on their way: they
-    are watched where the forward runs eagerly.
+    """Return whether a module has hooks of others that may change outputs or gradients. Only the
+    eager forward can watch them.
     """
     if _torch.has_global_hooks() or len(model._forward_hooks) > 1:
         return True
@@ -137,4 +141,4 @@ def _has_hooks(model: nn.Module) -> bool:
 
 
 _INSIDE = "_varreg_inside"
-"""The attribute of a graph in capture that says whose forward it is in."""
+"""The attribute of a captured graph that names the observed model whose forward it is in."""

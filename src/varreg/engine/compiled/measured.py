@@ -1,5 +1,5 @@
-"""The operations of ours in a compiled graph: a node in its forward half, whose backward is the
-operator `varreg::contribute`.
+"""Our operations in a compiled graph: a node in the forward half, whose backward is the operator
+`varreg::contribute`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class Pass:
-    """One forward through a compiled graph: what takes the contributions when its backward runs.
+    """One forward through a compiled graph. It receives the contributions when the backward runs.
 
-    It lives as long as its token, an input that the graph keeps for its backward half: as long as
+    It lives as long as its token, an input that the graph saves for its backward half: as long as
     contributions can arrive.
     """
 
@@ -41,7 +41,7 @@ class Pass:
         ]
 
     def token(self) -> Tensor:
-        """Return a tensor that names this in the graph, and keeps it alive."""
+        """Return a tensor that identifies this pass in the graph, and keeps it alive."""
         number = next(_numbers)
         token = torch.tensor(number)
         token.__dict__[_PASS] = self
@@ -49,7 +49,7 @@ class Pass:
         return token
 
     def take(self, number: int, grad: Tensor, saved: Sequence[Tensor]) -> list[Tensor]:
-        """Enter what the samples contribute at a site into ledgers; return the gradients."""
+        """Add the contributions at a site to the ledgers; return the gradients."""
         site, totals = self.certificate.sites[number], []
         contributions = site.contributions(grad, saved)
         rounding = rounding_of([grad], self.certificate.rounding)
@@ -75,16 +75,16 @@ def _accumulator(p: Tensor) -> Any:
 
 
 class Measured(torch.autograd.Function):
-    """Passes a tensor on. The gradient that arrives there says what each sample contributes to
-    parameters, and so their gradients.
+    """Returns a tensor unchanged. Its backward measures the contributions to parameters from the
+    arriving gradient, and returns the gradients of the parameters.
     """
 
     @staticmethod
     def forward(
         ctx: Any, number: int, n_parameters: int, token: Tensor, out: Tensor, *tensors: Tensor
     ) -> Tensor:
-        """Pass `out` on; `tensors` are the parameters, and what is kept to measure them at site
-        `number`.
+        """Return `out`. `tensors` are the parameters, and the tensors that are saved to measure
+        them at site `number`.
         """
         ctx.number, ctx.n_parameters = number, n_parameters
         ctx.save_for_backward(token, *tensors)
@@ -125,7 +125,7 @@ def _shapes(
 
 
 def _nothing(*_: Any) -> None:
-    """Do nothing: a mark in a graph, which is taken out before the graph is compiled."""
+    """Do nothing: this operator is a marker in a graph, removed before the graph is compiled."""
 
 
 _library = torch.library.Library("varreg", "DEF")
@@ -144,4 +144,4 @@ for _name, _run, _fake in (
     torch.library.register_fake(f"varreg::{_name}", _fake, lib=_library)
 
 ENTER, LEAVE = torch.ops.varreg.enter, torch.ops.varreg.leave
-"""Where an observed forward begins and ends in a graph."""
+"""The operators that mark the begin and the end of an observed forward in a graph."""

@@ -1,4 +1,4 @@
-"""The captured graph, with our operations where parameters meet the batch."""
+"""Insert our operations into a captured graph where parameters meet the batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from varreg.engine.rules import Rule
 
 
 def rewrite(module: GraphModule, found: Found) -> None:
-    """Put our operations into a graph, and take out the marks."""
+    """Insert our operations into a graph, and remove the markers."""
     graph, token = module.graph, found.token
     for number, site in enumerate(found.sites):
         with graph.inserting_before(site.node):
@@ -74,6 +74,6 @@ def _spread_call(number: int) -> Callable[..., Tensor]:
 
 
 def _named(function: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
-    """Name a function: graphs are printed and run as text."""
+    """Give a function a valid name, since graphs are turned into Python code."""
     function.__name__ = function.__qualname__ = name
     return function

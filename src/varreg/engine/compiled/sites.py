@@ -1,7 +1,7 @@
-"""Where parameters meet the batch in a graph that torch.compile has captured.
+"""Find the sites: where parameters meet the batch in a graph that torch.compile has captured.
 
-What is found here is read off the graph alone. Whether it is right is for a certificate to say,
-which runs the graph (`certificate.py`).
+The sites are found from the graph alone. A certificate, made by a run of the graph, confirms them
+(`certificate.py`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SpreadSite(NamedTuple):
 
     @property
     def carrier(self) -> Node:
-        """Return what carries the batch."""
+        """Return the argument that carries the batch."""
         return self.node.args[1 - self.position]  # type: ignore[return-value]
 
 
@@ -83,7 +83,8 @@ class Found(NamedTuple):
 
 
 def find(graph: Graph, is_parameter: Sequence[bool]) -> Found | None:
-    """Return the observed forward in a graph and its sites; None where the graph cannot hold it.
+    """Return the observed forward in a graph with its sites; None if it cannot be measured in the
+    graph.
 
     `is_parameter` says which of the placeholders are observed parameters.
     """
@@ -101,7 +102,7 @@ def find(graph: Graph, is_parameter: Sequence[bool]) -> Found | None:
     token = inputs.pop()
     others = [n for n in placeholders if n not in observed]
     if any(_needs_gradient(n) for n in (*inputs, *others)):
-        return None  # where it comes from would have to be looked at in each call
+        return None  # its origin would have to be examined in each call
     if not _is_closed(inside, leave, {*nodes[leaves[0] :]}):
         return None
     carriers = _carriers(inputs, inside)
@@ -126,7 +127,7 @@ def _is_closed(inside: list[Node], leave: Node, after: set[Node]) -> bool:
 
 
 def _carriers(inputs: Iterable[Node], inside: list[Node]) -> set[Node]:
-    """Return the nodes whose values depend on the inputs' values: sizes do not."""
+    """Return the nodes whose values depend on values of the inputs. Sizes do not count."""
     carriers = set(inputs)
     for node in inside:
         if _is_tensor(node) and any(n in carriers for n in node.all_input_nodes):
@@ -135,7 +136,9 @@ def _carriers(inputs: Iterable[Node], inside: list[Node]) -> set[Node]:
 
 
 def _sites(inside: list[Node], parameters: list[Node], carriers: set[Node]) -> list[Site] | None:
-    """Return the calls in which parameters meet the batch; None if one is of another kind."""
+    """Return the sites; None if parameters meet the batch in a call that is neither of a rule nor a
+    broadcast.
+    """
     numbers = {node: i for i, node in enumerate(parameters)}
     lookups: dict[Node, int] = {}
     found: list[Site] = []

@@ -68,6 +68,11 @@ def register_rule(module_type: type[nn.Module]) -> Callable[[ModuleRule], Module
         )
 
     def add(rule: ModuleRule) -> ModuleRule:
+        if not callable(rule):
+            raise VarregError(
+                "varreg: register_rule expects a function of the module, the gradient of its "
+                f"output and its inputs; got {rule!r:.60}."
+            )
         MODULE_RULES[module_type] = rule
         return rule
 

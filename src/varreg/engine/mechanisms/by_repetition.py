@@ -65,7 +65,9 @@ def _place_results(
     before: list[Tensor],
     outs: Sequence[Any],
 ) -> None:
-    """Note where each result carries the batch; refuse those that need a gradient and do not."""
+    """Note where each result carries the batch. Refuse results that need a gradient and have no
+    place.
+    """
     unwritten = {id(x): b for (x, _), b in zip(call.carriers, before, strict=True)}
     carriers = [(b, at) for b, (_, at) in zip(before, call.carriers, strict=True)]
     shown = call.with_arguments(*swap(call.args, call.kwargs, unwritten), carriers)
@@ -168,7 +170,7 @@ def _fill_slots(value: Any, tensors: Sequence[Tensor | None]) -> Any:
 
 
 class ArriveNode(Node):
-    """Stands behind the results: passes them on, and notes the gradients that arrive at them."""
+    """Returns the results unchanged, and notes the gradients that arrive at them."""
 
     @staticmethod
     def forward(ctx: Any, repetition: _Repetition, *outputs: Tensor) -> tuple[Tensor, ...]:
@@ -189,8 +191,8 @@ class ArriveNode(Node):
 
 
 class RepeatNode(Node):
-    """Stands between the parameters and the function: its gradients come last. It repeats the
-    function group by group.
+    """Stands between the parameters and the function, so that its backward runs last. It repeats
+    the function group by group.
     """
 
     @staticmethod
@@ -225,7 +227,9 @@ class RepeatNode(Node):
 
 
 def _contributions(repetition: _Repetition, saved: Sequence[Tensor]) -> list[Tensor]:
-    """Return contributions by repeating the call; say so where it takes no part of the batch."""
+    """Return contributions by repeating the call. Raise an error if the call cannot run on a part
+    of the batch.
+    """
     try:
         return repetition.contributions(saved)
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
@@ -236,8 +240,8 @@ def _contributions(repetition: _Repetition, saved: Sequence[Tensor]) -> list[Ten
 
 
 def _check_sum(c: Tensor, grad: Tensor, eps: float, where: str) -> None:
-    """Refuse contributions that do not add up to the gradient, to within rounding. Where the
-    gradient overflowed, nothing can be told.
+    """Refuse contributions that do not add up to the gradient within rounding. If the gradient
+    overflowed, there is no check.
     """
     total = c.sum(0)
     if not total.numel():

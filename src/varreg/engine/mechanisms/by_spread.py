@@ -48,7 +48,9 @@ def serves(call: Call) -> bool:
 
 
 def _broadcasts_matrices(call: Call) -> bool:
-    """Return whether it is a product of matrices for each sample, with matrices that all share."""
+    """Return whether the call multiplies a matrix of each sample with matrices that all samples
+    share.
+    """
     if call.function not in PRODUCTS or len(call.carriers) != 1 or len(call.parameters) != 1:
         return False
     (x, at), t = call.carriers[0], call.parameters[0]
@@ -66,7 +68,7 @@ def measure(trace: Trace, call: Call) -> Any:
     spread = {}
     for t in call.parameters:
         shape, is_aligned = _spread_shape(trace, call, t, there, rank)
-        spread[id(t)] = _spread(trace, call, t, shape, there, is_aligned)
+        spread[id(t)] = _spread(trace, call, t, shape, there, is_aligned, rank)
     args, kwargs = swap(call.args, call.kwargs, spread)
     carriers = [*call.carriers, *((s, there) for s in spread.values())]
     new = call.with_arguments(args, kwargs, carriers)
@@ -79,26 +81,34 @@ def measure(trace: Trace, call: Call) -> Any:
 
 
 def _spread(
-    trace: Trace, call: Call, t: Tensor, shape: list[int], there: Place, is_aligned: bool
+    trace: Trace,
+    call: Call,
+    t: Tensor,
+    shape: list[int],
+    there: Place,
+    is_aligned: bool,
+    rank: int,
 ) -> Tensor:
-    """Return a tensor made of parameters as one that carries the batch."""
+    """Return a tensor made of parameters as one that carries the batch, in a dimension that counts
+    among `rank` of them.
+    """
     recipient = trace.recipient(t, call.name.strip("_"))
     if is_aligned and there.batch > 1:
         trace.has_slots = True
-        _warn_of_slots(trace, call, t, there)
+        _warn_of_slots(trace, call, t, there, rank)
     partition = trace.observer.grouping.partition(there.batch)
     spread: Tensor = SpreadNode.apply(t, recipient, shape, there, is_aligned, partition)
     mark(spread, there)
     return spread
 
 
-def _warn_of_slots(trace: Trace, call: Call, t: Tensor, there: Place) -> None:
-    """Warn of a tensor of parameters whose rows differ from sample to sample, by their numbers. One
-    that was expanded, or repeated, has the same row for all.
+def _warn_of_slots(trace: Trace, call: Call, t: Tensor, there: Place, rank: int) -> None:
+    """Warn of a tensor of parameters that has a different row for each position in the batch. A
+    tensor that was expanded or repeated has the same row for all.
     """
     path = trace.observer.forward.path()
     if isinstance(there, Layout) and trace.verdicts.due(("slots", path, call.function, t.shape)):
-        dim = there.dim - (max(x.dim() for x, _ in call.carriers) - t.dim())
+        dim = there.dim - (rank - t.dim())
         if there.batch == there.size and not torch.equal(t, t.roll(1, dim)):
             trace.observer.notices.slots(path, trace.names([t]), there.batch)
 
@@ -130,7 +140,9 @@ def _has_rows_of(out: Tensor, there: Place) -> bool:
 
 
 def _is_expanded(t: Tensor, there: Place) -> bool:
-    """Return whether all rows of a tensor are the same one: then each sample may have one."""
+    """Return whether all rows of a tensor are one expanded row, so that each sample may use its
+    own.
+    """
     return not isinstance(there, Single) and t.stride(there.dim) == 0
 
 
@@ -138,8 +150,8 @@ def _is_expanded(t: Tensor, there: Place) -> bool:
 
 
 def align(trace: Trace, call: Call) -> Call | None:
-    """Return the call with those parameters spread that the function pairs with the batch, sample
-    by sample: they carry it from here on. None if there are none.
+    """Return the call with spread parameters, if the function pairs their rows with the samples.
+    The spread tensors carry the batch from here on. None if the function pairs no parameter.
     """
     x, at = call.carriers[0]
     if is_packed(call.function, call.args):
@@ -153,7 +165,7 @@ def align(trace: Trace, call: Call) -> Call | None:
             dim = at.dim
         if dim is not None and 0 <= dim < t.dim() and t.shape[dim] == at.size > 1:
             there = at._replace(dim=dim)
-            aligned[id(t)] = _spread(trace, call, t, list(t.shape), there, True)
+            aligned[id(t)] = _spread(trace, call, t, list(t.shape), there, True, t.dim())
     if not aligned:
         return None
     return call.with_arguments(*swap(call.args, call.kwargs, aligned), ())
@@ -180,8 +192,8 @@ def _paired_dim(call: Call, x: Tensor, dim: int, t: Tensor) -> int | None:
 
 
 def _pairs_rows(trace: Trace, call: Call, t: Tensor) -> bool:
-    """Return whether a function of no known kind uses row i of `t` for sample i alone. Where the
-    sizes allow it, it is tried.
+    """Return whether an unknown function uses row i of `t` for sample i alone. If the sizes allow
+    that, a trial decides.
     """
     x, at = call.carriers[0]
     if isinstance(at, Single) or len(call.parameters) != 1:
@@ -250,8 +262,8 @@ class SpreadNode(Node):
 
 
 class _Rows(Contribution):
-    """Contributions to a tensor, if each sample uses rows of its own alone: elsewhere, its
-    gradient is zero.
+    """Contributions to a tensor of which each sample uses its own rows only. A sample's
+    contribution is zero in all other rows.
     """
 
     chunk = 1  # one group at a time: each is as large as the whole tensor
@@ -261,7 +273,7 @@ class _Rows(Contribution):
         self.grad, self.owners, self.dim = grad, owners, dim
 
     def groups(self, first: int, last: int, start: int, n: int) -> Tensor:
-        """Return the rows of each group where they are, and zeros elsewhere."""
+        """Return the contribution of each group: its own rows, and zeros elsewhere."""
         out = self.grad.new_zeros(last - first, *self.shape)
         for u in range(last - first):
             a, b = start + u * n, start + (u + 1) * n

@@ -77,6 +77,9 @@ class Ran:
     """The number of backward runs of all nodes of varreg, in all models."""
 
     backwards = 0
+    received: dict[int, Sequence[Tensor | None]] | None = None
+    """In a trial, the gradients that each node was given, by its id. A hook may have changed them
+    after they arrived."""
 
 
 def note_backward() -> None:
@@ -95,6 +98,8 @@ def measuring(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
         note_backward()
+        if Ran.received is not None:
+            Ran.received[id(ctx)] = grads
         if torch.is_grad_enabled():
             _refuse_second_order(ctx)
         if not _torch.is_any_autocast_enabled():

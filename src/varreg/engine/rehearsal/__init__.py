@@ -1,4 +1,4 @@
-"""Running a model again without a trace."""
+"""Run a model again, and restore everything afterwards."""
 
 from varreg.engine.rehearsal.rehearse import Rehearsal, rehearsal
 

@@ -1,4 +1,6 @@
-"""A mode in which no torch function drops: each is replaced, or called with other arguments."""
+"""A mode that switches dropout off: each function with dropout is replaced, or called with other
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +55,8 @@ class WithoutDropout(TorchFunctionMode):
         if replacement is not None and not self.drops:
             return replacement(func, args, kwargs)
         if func in _BACKWARD:
-            # It may run forwards again (in checkpoints, in repeated calls), so the mode, which
-            # is off in here, goes on again.
+            # This call may run forwards again (in checkpoints, in repeated calls), so the mode,
+            # which torch switches off in here, is switched on again.
             with self:
                 return _unchecked(func)(*args, **kwargs)
         name = getattr(func, "__name__", "")
@@ -68,7 +70,7 @@ class WithoutDropout(TorchFunctionMode):
 
 @functools.cache
 def _replacements() -> dict[Any, Callable[..., Any]]:
-    """Return, for every function that drops, how it is called so that it does not."""
+    """Return a replacement without dropout for every function that has dropout."""
     heads = F.multi_head_attention_forward
     return {
         **dict.fromkeys(_KEEP, _keep),
@@ -81,14 +83,16 @@ def _replacements() -> dict[Any, Callable[..., Any]]:
 
 
 def _keep(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return what dropout returns when it drops nothing: a new tensor, unless it is in place."""
+    """Return the input as a new tensor, or the input itself if the dropout is in place."""
     x = args[0] if args else kwargs["input"]
     in_place = kwargs.get("inplace", len(args) > 3 and args[3])
     return x if in_place or func.__name__.endswith("_") else x.clone()
 
 
 def _keep_with_mask(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return what a dropout that also returns its mask does when it drops nothing."""
+    """Return the input and a mask that is True everywhere, as dropout with a mask does if nothing
+    is dropped.
+    """
     x = args[0] if args else kwargs["input"]
     return x.clone(), torch.ones_like(x, dtype=torch.bool)
 
@@ -106,7 +110,7 @@ def _set_argument(name: str, value: Any, position: int) -> Callable[..., Any]:
 
 def _recur_without(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Call a stack of recurrent layers with dropout 0 between them."""
-    # Packed sequences have their batch sizes in second place, and one more argument.
+    # With packed sequences, batch sizes are the second argument, and there is one more.
     is_packed = len(args) > 1 and isinstance(args[1], Tensor) and not args[1].is_floating_point()
     return _set_argument("dropout", 0.0, 6 if is_packed else 5)(func, args, kwargs)
 
@@ -118,7 +122,7 @@ def _position(function: Callable[..., Any], name: str) -> int:
 
 @functools.cache
 def _unchecked(function: Any) -> Callable[..., Any]:
-    """Return a torch function that does not hand itself to a mode again."""
+    """Return a torch function that does not pass itself to the active modes again."""
     from varreg.engine.trace.functions import without_override_check
 
     return without_override_check(function)

@@ -1,8 +1,10 @@
-"""The state of a model: attributes of its modules and values of its tensors, kept and put back."""
+"""Save and restore the state of a model: attributes of its modules and values of its tensors."""
 
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -14,11 +16,13 @@ from varreg.engine.rehearsal.random_state import is_generator
 from varreg.errors import VarregError
 
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Types of so many bytes, in which nans can be compared."""
+"""Integer types by number of bytes, in which nans can be compared."""
 
 
 class ModelState:
-    """All that a model holds: attributes of its modules, and the values of all tensors in them."""
+    """A saved state of a model: attributes of its modules, and the values of all tensors in
+    them.
+    """
 
     def __init__(self, model: nn.Module):
         self.tensors: list[Tensor] = []
@@ -30,10 +34,13 @@ class ModelState:
         self._tensor_states = [_TensorState(t) for t in self.tensors]
 
     def _visit(self, root: Any) -> None:
-        """Collect tensors, generators and containers, through modules, lists, dicts and sets."""
-        stack = [root]
+        """Collect tensors, generators and containers, through modules, lists, dicts and sets; and
+        attributes of objects that these hold, such as a meter that counts, but not of objects in
+        these: a trainer holds all the world.
+        """
+        stack = [(root, False)]
         while stack:
-            value = stack.pop()
+            value, is_in_object = stack.pop()
             is_module = isinstance(value, nn.Module)
             if id(value) in self._seen:
                 continue
@@ -46,18 +53,21 @@ class ModelState:
                 self._containers.append((container, dict(container)))
                 if is_module:
                     self._hooks |= {id(v) for k, v in container.items() if "_hooks" in k}
-                stack += list(container.values())
+                stack += [(v, is_in_object and not is_module) for v in container.values()]
             elif isinstance(value, (list, set, deque)):
                 self._containers.append((value, list(value)))
-                stack += list(value)
+                stack += [(v, is_in_object) for v in value]
             elif isinstance(value, tuple):
-                stack += list(value)
+                stack += [(v, is_in_object) for v in value]
+            elif not is_in_object and _is_of_user(value):
+                self._containers.append((value.__dict__, dict(value.__dict__)))
+                stack += [(v, True) for v in value.__dict__.values()]
             else:
                 continue
             self._seen[id(value)] = value  # kept alive, so that no other object gets its id
 
     def restore(self, hooks: bool) -> None:
-        """Put everything back; hooks of modules only where it is asked for."""
+        """Restore everything; hooks of modules only if `hooks` is True."""
         for container, before in self._containers:
             if hooks or id(container) not in self._hooks:
                 _refill(container, before)
@@ -65,8 +75,19 @@ class ModelState:
             state.restore()
 
 
+def _is_of_user(value: Any) -> bool:
+    """Return whether an object has attributes, and is neither code nor one of torch's or ours."""
+    if isinstance(value, (type, ModuleType, FunctionType, MethodType, partial)):
+        return False
+    home = type(value).__module__.partition(".")[0]
+    return (
+        home not in ("torch", "varreg", "builtins")
+        and type(getattr(value, "__dict__", None)) is dict
+    )
+
+
 def _refill(container: Any, before: Any) -> None:
-    """Put the contents of a container back, if they are not the same objects in the same order."""
+    """Restore the contents of a container, if they are not the same objects in the same order."""
     pairs = isinstance(before, dict)
     now, old = ([*container.items()], [*before.items()]) if pairs else ([*container], before)
     if len(now) == len(old):
@@ -79,7 +100,7 @@ def _refill(container: Any, before: Any) -> None:
 
 
 class _TensorState:
-    """One tensor, with all that may change about it."""
+    """The saved state of one tensor."""
 
     def __init__(self, t: Tensor):
         if is_lazy(t):
@@ -92,7 +113,7 @@ class _TensorState:
         self.version = None if t.is_inference() else t._version
 
     def restore(self) -> None:
-        """Put back the memory, the values, and whether it requires a gradient."""
+        """Restore the memory, the values, and `requires_grad`."""
         t = self.tensor
         if self.is_leaf and t.requires_grad != self.requires_grad:
             t.requires_grad_(self.requires_grad)
@@ -101,12 +122,14 @@ class _TensorState:
         if not _is_equal(t.data, self.values):
             self.data.copy_(self.values)
         if self.version is not None and t._version != self.version:
-            # The values are the old ones, so a graph that saved them may go on.
+            # The values are the old ones, so a graph that saved this tensor stays valid.
             _torch.set_versions((t,), (self.version,))
 
 
 def _is_same_memory(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are the same view of the same memory, as far as can be seen."""
+    """Return whether two tensors are the same view of the same memory; False if that cannot be
+    determined.
+    """
     if a.layout is not torch.strided or type(a.data) is not Tensor:
         return a.shape == b.shape
     same = a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
@@ -114,7 +137,9 @@ def _is_same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _is_equal(a: Tensor, b: Tensor) -> bool:
-    """Return whether they are equal bit for bit, nans and zeros too. If that cannot be seen, no."""
+    """Return whether two tensors are equal bit for bit, including nans and signed zeros; False if
+    they cannot be compared.
+    """
     try:
         if a.is_complex():
             a, b = torch.view_as_real(a), torch.view_as_real(b)

@@ -1,4 +1,4 @@
-"""Observers and tracers of varreg, paused while a model is rehearsed."""
+"""Pause varreg's observers and tracers while a model is rehearsed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from varreg import _torch
 
 @contextlib.contextmanager
 def observers_off(model: nn.Module) -> Iterator[None]:
-    """Let the hooks of varreg's observers do nothing."""
+    """Switch off the hooks of varreg's observers inside of the `with` block."""
     from varreg.engine.forward import Hook  # it imports this package
 
     hooks = [h for m in model.modules() for h in _hooks(m) if isinstance(h, Hook)]
@@ -29,7 +29,9 @@ def observers_off(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ledgers_aside(model: nn.Module) -> Iterator[None]:
-    """Let parameters be observed anew: their ledgers wait, and come back."""
+    """Set the ledgers of parameters aside inside of the `with` block, so that the parameters can be
+    observed anew. Restore the ledgers afterwards.
+    """
     from varreg.engine.parameters import LEDGERS
 
     waiting = [(p, ledger) for p in model.parameters() if (ledger := LEDGERS.get(p)) is not None]
@@ -44,9 +46,9 @@ def ledgers_aside(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def gradients_aside(model: nn.Module) -> Iterator[None]:
-    """Let a backward that is only tried write to no gradient: copies stand in for the gradients of
-    parameters, and observers do nothing. A backward of the user's may add to `p.grad` itself, or
-    run modules again.
+    """Protect the gradients from the backward of a trial inside of the `with` block: copies replace
+    the gradients of parameters, and observers are off. A user's backward may add to `p.grad`
+    itself, or run modules again.
     """
     waiting = [(p, p.grad) for p in model.parameters()]
     for p, grad in waiting:
@@ -65,7 +67,9 @@ def _hooks(module: nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def tracers_off() -> Iterator[None]:
-    """Take tracers off the stack of modes: a rehearsal in a forward is no part of that forward."""
+    """Remove our tracers from the stack of modes inside of the `with` block: a rehearsal inside of
+    a forward is not part of that forward.
+    """
     from varreg.engine.trace.tracer import Tracer
 
     stack = _torch.mode_stack()
@@ -80,7 +84,7 @@ def tracers_off() -> Iterator[None]:
 
 
 def _set_stack(modes: Sequence[Any]) -> None:
-    """Replace the modes that are on by others."""
+    """Replace the active modes."""
     for _ in _torch.mode_stack():
         _torch.pop_mode()
     for mode in modes:

@@ -1,4 +1,4 @@
-"""The state of generators of random numbers, kept and put back."""
+"""Save and restore the state of random number generators."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from varreg import devices
 
 
 class RandomState:
-    """The states of generators: the global ones, the model's, those that functions are given."""
+    """The saved states of generators: the global ones, those of the model, and those passed to
+    functions.
+    """
 
     def __init__(self, generators: Sequence[Any]):
         self.kept: dict[int, tuple[Any, Any]] = {}
@@ -29,7 +31,7 @@ class RandomState:
             self.watch(source)
 
     def watch(self, source: Any) -> None:
-        """Keep the state that a generator has now, if it is not kept already."""
+        """Save the current state of a generator, if it is not saved already."""
         if id(source) not in self.kept:
             self.kept[id(source)] = source, _read(source)
 
@@ -52,7 +54,7 @@ def is_generator(value: Any) -> bool:
 
 
 def _read(source: Any) -> Any:
-    """Return the state of a generator of random numbers, of any of the kinds that are known."""
+    """Return the state of a random number generator of torch, Python or NumPy."""
     if isinstance(source, (torch.Generator, devices.DeviceGenerator)):
         return source.get_state()
     if isinstance(source, random.Random):

@@ -1,4 +1,4 @@
-"""Run a model again without a trace: no dropout inside, and everything as it was afterwards."""
+"""Run a model again: without dropout, and with everything restored afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from varreg.errors import VarregError
 
 @contextlib.contextmanager
 def rehearsal(model: nn.Module) -> Iterator[Rehearsal]:
-    """Run `model` inside of this block as often as you like; afterwards nothing has happened.
+    """Run `model` inside of this block as often as you like. After the block, the model and all
+    random states are restored.
 
     Inside, dropout of every kind is off (modules, functions, attention, recurrent layers; a
     randomized ReLU has its mean slope), while `model.training` stays what it is; parameters begin
@@ -52,7 +53,7 @@ def rehearsal(model: nn.Module) -> Iterator[Rehearsal]:
 
 
 class Rehearsal:
-    """A rehearsal that is under way: its random numbers, its dropout, and how it starts anew."""
+    """A running rehearsal: its random numbers, its dropout, and its reset."""
 
     def __init__(self, model: nn.Module):
         self._state = ModelState(model)
@@ -63,19 +64,21 @@ class Rehearsal:
 
     @property
     def is_random(self) -> bool:
-        """Return whether random numbers were drawn, but by dropout; inside, and afterwards."""
+        """Return whether random numbers were drawn, except by dropout. Valid inside of the block
+        and after it.
+        """
         return self._was_random or (not self._ended and self._numbers.changed())
 
     @property
     def drawn(self) -> tuple[str, ...]:
-        """Return the names of the random torch functions that were called; Python and NumPy have
-        none.
+        """Return the names of the random torch functions that were called. Functions of Python and
+        NumPy are not recorded.
         """
         return tuple(self.mode.drawn)
 
     @contextlib.contextmanager
     def with_dropout(self) -> Iterator[None]:
-        """Let dropout drop, in this block."""
+        """Switch dropout on inside of the `with` block."""
         self.mode.drops = True
         try:
             yield
@@ -83,24 +86,25 @@ class Rehearsal:
             self.mode.drops = False
 
     def reset(self, numbers: bool = True) -> None:
-        """Put everything back but hooks, gradients at None: the next run starts as the first did.
+        """Restore everything except hooks, and set gradients to None: the next run starts as the
+        first did.
 
-        Hooks are the caller's: a model that is observed inside of the rehearsal stays observed.
-        Without `numbers`, random state goes on: the next run draws other numbers.
+        Hooks belong to the caller: a model that is observed inside of the rehearsal stays observed.
+        Without `numbers`, the random state is not restored: the next run draws other numbers.
         """
         self._put_back(hooks=False, numbers=numbers)
         for t, _ in self._grads:
             t.grad = None
 
     def end(self) -> None:
-        """Put everything back, gradients and hooks too."""
+        """Restore everything, including gradients and hooks."""
         self._put_back(hooks=True)
         for t, grad in self._grads:
             t.grad = grad
         self._ended = True
 
     def _put_back(self, hooks: bool, numbers: bool = True) -> None:
-        """Restore the model, and random state where it is asked for."""
+        """Restore the model, and the random state if `numbers` is True."""
         self._was_random = self.is_random
         self._state.restore(hooks)
         if numbers:

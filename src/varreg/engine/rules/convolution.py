@@ -24,7 +24,7 @@ from varreg.memory import Workspace
 from varreg.native.layer_sums import Sums
 from varreg.thresholds import GEOMETRIES
 
-_WINDOWS = Workspace()  # for what kernel positions see
+_WINDOWS = Workspace()  # for the inputs of each kernel position
 
 
 class Geometry(NamedTuple):
@@ -39,7 +39,7 @@ class Geometry(NamedTuple):
 
 
 def _geometry(kernel: torch.Size, stride: Any, padding: Any, dilation: Any) -> Geometry:
-    """Return the geometry of a convolution. It is kept; a list cannot be looked up, a tuple can."""
+    """Return the geometry of a convolution. It is cached, for which lists become tuples."""
     if isinstance(stride, list):
         stride = tuple(stride)
     if isinstance(padding, list):
@@ -73,8 +73,8 @@ def _per_dimension(value: Any, n: int) -> tuple[int, ...]:
 class Convolution(Weight):
     """c_b = Σ_r δ_br ⊗ window_br(x), for x `[b·k, C, …]` and δ `[b·k, O, …]`, k images a sample.
 
-    The window of x at r is what each kernel position sees at output position r. `parts` is how many
-    parts the channels are divided into, which torch calls groups.
+    The window of x at r holds the input of each kernel position for output position r. `parts` is
+    the number of parts into which the channels are divided (torch calls them groups).
     """
 
     def __init__(
@@ -131,17 +131,20 @@ class Convolution(Weight):
         i = self.x.shape[1] // self.parts * math.prod(self.shape[2:])
         return self.delta.shape[1] // self.parts, i, math.prod(self.delta.shape[2:])
 
-    def sums_in_one_pass(self) -> Sums | None:
+    def sums_in_one_pass(self, kernels: Any = None) -> Sums | None:
         kernel, (stride, dilation, before, _) = tuple(self.shape[2:]), self.geometry
-        return BACKENDS[self.x.device.type].conv(
+        sums: Sums | None = (kernels or BACKENDS[self.x.device.type]).conv(
             *(self.x, self.delta, kernel, stride, before, dilation, self.partition.groups),
             per=self.images,
             parts=self.parts,
             bias=self.with_bias,
         )
+        return sums
 
     def total(self) -> Tensor | None:
-        """Return S as autograd has it: also where gradients are batched (`is_grads_batched`)."""
+        """Return S as autograd computes it; this also works if gradients are batched
+        (`is_grads_batched`).
+        """
         if not self.partition.batch:
             return super().total()
         stride, dilation, _, _ = self.geometry
@@ -160,7 +163,9 @@ class Convolution(Weight):
 def _reach(
     kernel: Sequence[int], space: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> list[int]:
-    """Return how far the kernel gets in each dimension: what comes after is seen by nobody."""
+    """Return the size of the input that the kernel reaches in each dimension; the rest is not
+    used.
+    """
     return [
         (s - 1) * t + (k - 1) * d + 1
         for k, s, t, d in zip(kernel, space, stride, dilation, strict=True)

@@ -1,4 +1,4 @@
-"""Embeddings: a sample contributes to the rows that it looked up."""
+"""Embeddings: a sample contributes only to the rows that it looked up."""
 
 from __future__ import annotations
 
@@ -145,8 +145,8 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Contributions:
-    """Return what a sample contributes, which is a bag. Bags of different lengths are padded to one
-    rectangle with a row that is then skipped.
+    """Return the contributions of the samples, one bag each. Bags of different lengths are padded
+    to the same length with a row that is then skipped.
     """
     dy, vocabulary = grads[0], use.shapes["weight"][0]
     flat = input.flatten()
@@ -156,7 +156,7 @@ def embedding_bag(
         if padding_idx is None
         else flat == padding_idx % vocabulary
     )
-    share = dy[bag]  # what each looked-up row receives
+    share = dy[bag]  # the gradient of each looked-up row
     if mode == "mean":
         n = torch.zeros(len(dy), dtype=dy.dtype, device=dy.device).index_add_(
             0, bag, (~is_padding).to(dy.dtype)
@@ -179,7 +179,9 @@ def embedding_bag(
 
 
 def _bags(input: Tensor, offsets: Tensor | None, include_last_offset: bool) -> Tensor:
-    """Return the bag of each looked-up row: a row of the input, or what offsets say."""
+    """Return the number of the bag of each looked-up row: the row of the input, or the bag given by
+    the offsets.
+    """
     if offsets is None:
         return torch.arange(input.shape[0], device=input.device).repeat_interleave(input.shape[1])
     if include_last_offset:

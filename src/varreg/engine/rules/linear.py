@@ -16,8 +16,8 @@ from varreg.engine.trace.layout import Layout, rows
 
 
 def _folded_matmul(input: Tensor, other: Tensor) -> Tensor:
-    """Return x @ W as one matrix product, as torch does when W needs a gradient, and not always
-    when it is detached.
+    """Return x @ W as one matrix product. torch computes it so if W requires a gradient, but not
+    always if W is detached.
     """
     if input.dim() <= 2:
         return input @ other
@@ -134,7 +134,7 @@ def _is_plain_einsum(use: Use) -> bool:
         return False
     letter = letters.pop()
     if use.partition.batch == 1:
-        return False  # with one sample, its dimension is not told from others
+        return False  # with one sample, any dimension of size 1 could be the batch
     for name in use.wants:
         others = "".join(term for n, term in terms.items() if n != name) + equation.output
         if letter in terms[name] or not set(terms[name]) <= set(others):

@@ -1,5 +1,5 @@
-"""Normalization layers, y = x̂·w + b, for which x̂ is computed again from x; and PReLU, which has
-one slope per channel.
+"""Normalization layers, y = x̂·w + b, with x̂ computed again from x; and PReLU, which has one slope
+per channel.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _pair(
 
 
 class Stacked(Weight):
-    """Contributions to a weight and to its bias that are at hand, `[2, b, *shape]`."""
+    """Contributions to a weight and to its bias in one tensor, `[2, b, *shape]`."""
 
     def __init__(self, partition: Partition, values: Tensor):
         super().__init__(partition, values.shape[2:])

@@ -1,9 +1,10 @@
 """Rules for RNN, GRU and LSTM on packed sequences.
 
 As in `recurrent.py`, the backward pass runs the recurrence once more, step by step, with a zero
-added to each gate's input. Here a step has the samples that are still there: going forward they
-become fewer, going back they become more. All that a weight met is put together as rows in the
-order of the packed data, which belong to the samples that the data's rows belong to.
+added to each gate's input. A step has only the samples whose sequences have not ended: in the
+forward direction their number falls, in the backward direction it rises. The activations and
+gradients of all steps are joined as rows in the order of the packed data, so that each row belongs
+to the same sample as in the data.
 """
 
 from __future__ import annotations
@@ -74,14 +75,14 @@ def _direction(
     projection = rest[-1] if len(rest) > (2 if has_biases else 0) else None
     gates = taps.linear(x, w_ih, b_ih, (names[0], biases[0])).split(sizes)
     steps: dict[int, Tensor] = {}
-    ended: list[State] = []  # the states of samples that are over, the shortest first
+    ended: list[State] = []  # the states of samples whose sequences have ended, the shortest first
     state = tuple(h[: sizes[-1] if reverse else sizes[0]] for h in start)
     for t in reversed(range(len(sizes))) if reverse else range(len(sizes)):
         n, m = sizes[t], len(state[0])
         if n < m:
             ended.append(tuple(s[n:] for s in state))
             state = tuple(s[:n] for s in state)
-        elif n > m:  # those whose last step this is begin
+        elif n > m:  # samples whose last step this is begin here
             state = tuple(torch.cat([s, h[m:n]]) for s, h in zip(state, start, strict=True))
         state = cell(gates[t], taps.linear(state[0], w_hh, b_hh, (names[1], biases[1]), t), state)
         if projection is not None:
@@ -156,7 +157,9 @@ def _rule(cell: Cell, name: str) -> Rule:
 
 
 PACKED = {function: _rule(cell, function.__name__) for function, cell in CELLS.items()}
-"""The rules for packed sequences, which come to the same functions as others do."""
+"""The rules for packed sequences. torch uses the same functions for packed and for padded
+sequences.
+"""
 
 
 def packed_layer_by_layer(function: Any) -> Callable[..., Any]:

@@ -234,9 +234,9 @@ def run_stack(
     train: bool,
     bidirectional: bool,
 ) -> tuple[Tensor, ...]:
-    """Return what stacked recurrent layers return, one native call each, so that the dropout
-    between them is an operation of its own. `run_layer` is called with a layer's input, its states
-    and its weights.
+    """Run stacked recurrent layers with one native call for each layer, so that the dropout between
+    them is an operation of its own, and return their results. `run_layer` is called with a layer's
+    input, its states and its weights.
     """
     directions, per = 2 if bidirectional else 1, len(params) // num_layers
     finals = []

@@ -1,3 +1,3 @@
-"""Following the batch through a forward pass: where each tensor carries it, and where a parameter
-meets it.
+"""Follow the batch through a forward pass: where each tensor carries the batch, and which calls are
+uses of a parameter.
 """

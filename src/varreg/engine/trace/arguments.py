@@ -49,9 +49,9 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def hidden_tensors(root: Any, known: Sequence[Tensor] = ()) -> list[Tensor]:
-    """Return tensors that are anywhere in a value, but for those that are known: in containers, in
-    attributes of objects, in closures, and in what a generator keeps. The search ends after so
-    many objects.
+    """Return the tensors anywhere in a value, without the `known` ones: in containers, in
+    attributes of objects, in closures, and in the frames of generators. The search ends after a
+    limited number of objects.
     """
     seen, found, rest = {id(t) for t in known}, [], [root]
     while rest and len(seen) < MOST_OBJECTS:
@@ -70,7 +70,7 @@ _PLAIN = (str, bytes, int, float, complex, type(None), type, nn.Module, ModuleTy
 
 
 def _held(value: Any) -> Sequence[Any]:
-    """Return what an object of any kind holds."""
+    """Return the objects that an object of any kind holds."""
     if isinstance(value, Mapping):
         return list(value.values())
     if isinstance(value, (list, tuple, set, frozenset, deque)):
@@ -89,7 +89,7 @@ def _held(value: Any) -> Sequence[Any]:
 
 
 def content(cell: CellType) -> Any:
-    """Return what a cell of a closure holds; None if it is empty."""
+    """Return the content of a cell of a closure; None if it is empty."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -97,7 +97,9 @@ def content(cell: CellType) -> Any:
 
 
 def _parts(tree: Any) -> dict[Any, Any] | None:
-    """Return what a mapping, dataclass or plain object holds, by name; None for anything else."""
+    """Return the values in a mapping, dataclass or plain object, by name; None for anything
+    else.
+    """
     if isinstance(tree, Mapping):
         return dict(tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
@@ -115,7 +117,7 @@ def _parts(tree: Any) -> dict[Any, Any] | None:
         for n in getattr(type(tree), "__slots__", ())
         if isinstance(n, str)
     }
-    plain = (Tensor, list, tuple, dict)  # an object of the user's, one level deep
+    plain = (Tensor, list, tuple, dict)  # of a user's object, its own attributes
     return {n: v for n, v in found.items() if isinstance(v, plain)} or None
 
 
@@ -144,7 +146,7 @@ def replace_tensors(tree: Any, new: dict[int, Tensor]) -> Any:
 
 
 def results(out: Any) -> Sequence[Any]:
-    """Return what a call returned, as a sequence."""
+    """Return the results of a call as a sequence."""
     return out if isinstance(out, (list, tuple)) else (out,)
 
 

@@ -1,12 +1,13 @@
 """Functions that an activation checkpoint runs again in the backward pass.
 
-A checkpoint drops what a function keeps for backward, and runs the function again when that is
-needed. The second run must meet the engine just as the first one did: the same nodes, in the same
-order, with the batch in the same places. A module brings the engine along by its hooks; a function
-or method that uses bare parameters does not. So the first use of a parameter inside of a checkpoint
-looks for it on the stack of calls, and has the second run go through `_Again`.
+A checkpoint drops the tensors that a function saved for backward, and runs the function again when
+they are needed. The engine must treat the second run like the first one: the same nodes, in the
+same order, with the batch in the same places. If a module is checkpointed, its hooks call the
+engine. If a function or method that uses parameters directly is checkpointed, no hook does. So the
+first use of a parameter searches the stack of calls for a checkpoint, and replaces the checkpointed
+function by `_Again`, which traces the second run.
 
-What is private to torch, and could be another way in another version, is in `_hooks` and `_held`.
+`_hooks` and `_held` depend on private parts of torch, which may change in another version.
 """
 
 from __future__ import annotations
@@ -44,28 +45,28 @@ Mark = Where | Derived | None
 _CHECKPOINTS = vars(torch.utils.checkpoint)
 _REENTRANT = torch.utils.checkpoint.CheckpointFunction.forward.__code__
 _MODULE = _torch.MODULE_CALL
-# Where torch does not tell which hooks on saved tensors there are, every use of a parameter looks
-# for a checkpoint.
+# If this version of torch cannot return the hooks on saved tensors, every use of a parameter
+# searches for a checkpoint.
 _hooks = _torch.saved_tensors_hooks
 
 
 def are_possible() -> bool:
-    """Return whether a checkpoint could be under way. One that is not re-entrant hooks what is
-    saved; one that is runs without gradients.
+    """Return whether a checkpoint may be running. A checkpoint that is not re-entrant hooks saved
+    tensors; a re-entrant one runs without gradients.
     """
     return _hooks is None or _hooks(True) is not None or not torch.is_grad_enabled()
 
 
 def is_reentrant() -> bool:
-    """Return whether the first run of a re-entrant checkpoint is under way."""
+    """Return whether this is the first run of a re-entrant checkpoint."""
     if torch.is_grad_enabled():
         return False
     return any(call.f_code is _REENTRANT for call in _calls())
 
 
 def note(observer: Observer) -> None:
-    """Note that a parameter is used, maybe inside of checkpoints: see to it that their second runs
-    are traced as this one is.
+    """Note that a parameter is used. If that is inside of checkpoints, make sure that their second
+    runs are traced as this one is.
     """
     if _is_noted(observer):
         return
@@ -76,7 +77,7 @@ def note(observer: Observer) -> None:
             continue
         around = observer.forward.modules_around(inside)
         if not around:
-            return  # the whole forward will run again, and begin as any other
+            return  # the whole forward will run again, and its hooks will start the trace
         held = _held(call)
         if held is not None:
             _wrap(held, observer, around)
@@ -90,7 +91,9 @@ def note(observer: Observer) -> None:
 
 
 class _Held(NamedTuple):
-    """Where a checkpoint keeps the function that it will run again, and what it gives to it."""
+    """The object in which a checkpoint keeps the function that it will run again, with the name of
+    the attribute, and the arguments of the function.
+    """
 
     holder: Any
     name: str
@@ -102,14 +105,17 @@ class _Held(NamedTuple):
 
 
 def _held(call: FrameType) -> _Held | None:
-    """Return what a call in `torch.utils.checkpoint` holds; None where it is not as expected."""
+    """Return what a running call in `torch.utils.checkpoint` holds; None if its variables are not
+    the expected ones.
+    """
     held = call.f_locals
     try:
         if call.f_code is _REENTRANT:
             found = _Held(held["ctx"], "run_function", held["args"])
         else:
             generator, args = held["gen"], held["args"]
-            if "kwargs" not in generator.gi_code.co_cellvars:  # 2.8 hands them over, as the first
+            # torch 2.8 passes the keyword arguments as the first argument
+            if "kwargs" not in generator.gi_code.co_cellvars:
                 args = (held["kwargs"], *args)
             frame = generator.gi_frame.f_locals["new_frame"]
             found = _Held(frame, "recompute_fn", args)
@@ -119,7 +125,7 @@ def _held(call: FrameType) -> _Held | None:
 
 
 def _is_noted(observer: Observer) -> bool:
-    """Return whether the innermost checkpoint, and so those around it, is known already."""
+    """Return whether the innermost checkpoint was already found, and so were those around it."""
     hooks = _hooks(True) if _hooks is not None and torch.is_grad_enabled() else None
     if hooks is None:
         return False
@@ -142,7 +148,7 @@ def _is_wrapped(function: Any, observer: Observer) -> bool:
 
 
 def _calls() -> Iterator[FrameType]:
-    """Yield the calls of modules and checkpoints that are under way, innermost first."""
+    """Yield the running calls of modules and checkpoints, innermost first."""
     call: FrameType | None = sys._getframe(1)
     while call is not None:
         code = call.f_code
@@ -170,8 +176,8 @@ def _wrap(held: _Held, observer: Observer, around: list[nn.Module]) -> None:
 
 
 def _refuse_parameters(observer: Observer, args: tuple[Any, ...]) -> None:
-    """Refuse parameters as arguments. A re-entrant checkpoint cuts its arguments off from what made
-    them: their gradients come back as sums over samples.
+    """Refuse parameters as arguments of a re-entrant checkpoint. It detaches its arguments and
+    returns their gradients as sums over samples.
     """
     ours = [t for t in args if isinstance(t, Tensor) and t.requires_grad]
     if made := [t for t in ours if _mark(observer, t) is DERIVED]:
@@ -204,7 +210,8 @@ class _Again:
             observer.forward.number,
         )
         self.marks = [_mark(observer, t) for t in tensors_of(args)]
-        # The end of the forward takes these marks off. Who needs the tensor keeps it.
+        # The end of the forward removes these marks. Weak references suffice: whatever needs an
+        # input holds it.
         self.inputs = [(weakref.ref(t), mark_of(t)) for t in observer.forward.inputs]
 
     def __call__(self, *args: Any) -> Any:
@@ -220,7 +227,9 @@ class _Again:
 
     @contextlib.contextmanager
     def _resumed(self, frame: FrameType) -> Iterator[None]:
-        """Trace a part of the forward that runs again, in the call `frame`."""
+        """Trace a part of the forward that runs again in the call `frame`, inside of the `with`
+        block.
+        """
         forward, tracer = self.observer.forward, self.observer.tracer
         run, depth = forward.run, _torch.len_mode_stack()
         kept, state, before = dict(vars(run)), tracer.trace, forward.number

@@ -1,4 +1,4 @@
-"""Code of ours that torch.compile is to leave alone."""
+"""Keep torch.compile from compiling our own functions."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ T = TypeVar("T")
 def uncompiled(
     function: Callable[P, T], in_graph: Callable[..., bool] = lambda *args, **kwargs: False
 ) -> Callable[P, T | None]:
-    """Return what to call in place of a function of ours while torch.compile is on: the function,
-    never compiled, nor anything that it calls.
+    """Return a version of our function to call while torch.compile is on: neither the function nor
+    anything that it calls is compiled.
 
-    While torch.compile captures a graph, `in_graph` is asked first. It may do in the graph what is
-    needed there: then it returns True, and the function is not called.
+    While torch.compile captures a graph, `in_graph` is called first. If it does the work in the
+    graph, it returns True, and the function is not called.
 
-    The function asks itself whether torch.compile is on, and is `runs_as_it_is` there. torch's own
-    way to say this imports the compiler, which takes a second, and costs more at each call than
-    many a hook does.
+    The function itself must check whether torch.compile is on, and must be decorated with
+    `runs_as_it_is`. torch's public decorator imports the compiler, which takes a second, and each
+    of its calls costs more than many of our hooks.
     """
     run = disable_dynamo(function)
 
@@ -50,6 +50,8 @@ def uncompiled(
 
 
 def runs_as_it_is(function: Callable[P, T]) -> Callable[P, T]:
-    """Tell the compiler to run a function as it is written; what it calls may be compiled."""
+    """Mark a function so that the compiler runs it uncompiled; functions that it calls may be
+    compiled.
+    """
     set_code_exec_strategy(function.__code__, RUN_AS_IT_IS)
     return function

@@ -35,7 +35,7 @@ def equation_of(args: Sequence[Any]) -> Equation:
 
 
 def written_out(equation: str, dims: Sequence[int]) -> Equation:
-    """Return the equation for operands of so many dimensions each."""
+    """Return the equation for operands with the given numbers of dimensions."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     free = [c for c in string.ascii_letters if c not in equation]

@@ -1,4 +1,4 @@
-"""Torch functions by kind: what their names and their places in torch say about them.
+"""Torch functions by kind: the sets of functions that the tracer treats alike.
 
 Every spelling of a function is in its set: `torch.x`, `Tensor.x`, `F.x`, and `x_`, which works in
 place.
@@ -94,9 +94,9 @@ UNARY = frozenset(
 """Functions of one tensor that work on one element after the other."""
 SUMS = frozenset([*named("add", "sub"), *methods("__add__ __radd__ __sub__ __iadd__")])
 SHAPE_ONLY = frozenset(methods("view_as reshape_as expand_as type_as to"))
-"""Functions to which other tensors than the first lend their shape or type alone."""
+"""Functions that use only the shape or type of their tensors after the first."""
 FILLS = (torch.masked_fill, Tensor.masked_fill)
-"""Functions that want a number to fill with."""
+"""Functions that fill with a number."""
 
 # ---- data that only moves ------------------------------------------------------------------------
 
@@ -122,8 +122,9 @@ MOVERS: dict[Any, tuple[int, ...]] = {
     _SET_DATA: (0, 1),
     **dict.fromkeys((PACK, PAD, PAD_LIST), (0,)),
 }
-"""Functions that move data and change none of it, and the positions of the arguments that hold
-data; what else they take says where it goes."""
+"""Functions that move data without changing values, with the positions of the arguments that hold
+data. The other arguments say where the data goes.
+"""
 MOVERS.pop(F.unfold, None)  # im2col: another function of that name
 
 VARIADIC = frozenset(
@@ -146,8 +147,9 @@ ADDERS: dict[Any, tuple[int, Any, Any]] = {
     **dict.fromkeys(named("index_add"), (3, torch.index_copy, torch.index_select)),
     **dict.fromkeys(named("scatter_add"), (3, torch.scatter, torch.gather)),
 }
-"""Functions that add rows to rows that an index names: the position of these rows among the
-arguments, and the functions that write there, and read from there."""
+"""Functions that add rows to the rows that an index selects: the position of the added rows among
+the arguments, the function that writes to the selected rows, and the function that reads them.
+"""
 PUTS = frozenset(named("index_put"))
 WRITERS = frozenset(
     [
@@ -186,10 +188,14 @@ ESCAPES = frozenset(
         *methods("item tolist numpy __array__ __bool__ __float__ __int__ __index__ __complex__"),
         *methods("__contains__ __dlpack__ is_nonzero data_ptr equal allclose __format__"),
         *(torch.equal, torch.allclose, torch.is_nonzero),
-        *(torch.zeros, torch.ones, torch.empty),  # of a size that values say
+        *(torch.zeros, torch.ones, torch.empty),  # values decide the size of the result
     ]
 )
 """Functions through which values of the batch leave torch, and may come back as constants."""
+
+CALLBACKS = frozenset(methods("apply_ map_ map2_"))
+"""Functions that hand each element to a function of Python's, which may keep it. They are called
+once, and not tried."""
 
 _SIZED = frozenset(
     named(
@@ -199,6 +205,7 @@ _SIZED = frozenset(
         "tril_indices",
     )
 )
+_SPLITS = frozenset(named("tensor_split"))
 _SHAPES = """shape size dim ndim ndimension numel nelement stride storage_offset dtype device layout
 element_size itemsize nbytes requires_grad grad_fn grad _version names get_device sparse_dim
 dense_dim __len__ __hash__ retain_grad register_hook output_nr is_leaf type result_type
@@ -214,11 +221,27 @@ def is_sized_by_values(function: Any, args: Any, index_types: Any) -> bool:
     """
     if function is Tensor.__getitem__:
         return torch.bool in index_types
+    if function in _SPLITS:
+        return bool(index_types)
     return function in _SIZED or (function is torch.where and len(args) == 1)
 
 
+def takes_numbers(function: Any) -> bool:
+    """Return whether a function may read a tensor without dimensions, behind its first argument, as
+    a number: a size, a dimension, a position. Element-wise ones and an index take it as data.
+    """
+    return not (
+        function in ELEMENTWISE
+        or function in UNARY
+        or function in JOINS
+        or function in (Tensor.__getitem__, Tensor.__setitem__)
+    )
+
+
 def tells_shapes_only(function: Any) -> bool:
-    """Return whether a function returns what shapes and types say, and nothing of values."""
+    """Return whether the result of a function depends on shapes and types only, and not on
+    values.
+    """
     name = name_of(function)
     return (
         name in _METADATA
@@ -228,8 +251,8 @@ def tells_shapes_only(function: Any) -> bool:
 
 
 def without_override_check(function: FunctionType) -> Callable[..., Any]:
-    """Return a copy of a torch function written in Python that does not hand itself to a mode, so
-    that the functions that it calls are seen.
+    """Return a copy of a torch function written in Python that does not pass itself to the active
+    modes, so that they see the functions that it calls.
     """
     no: Callable[..., bool] = lambda *_: False  # noqa: E731
     checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")

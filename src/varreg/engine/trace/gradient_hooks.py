@@ -1,47 +1,60 @@
-"""Hooks on gradients that try, when a real one arrives, whether something mixes samples there."""
+"""Trials of gradient hooks: when a gradient arrives, test whether a user's hook mixes samples."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from varreg import _torch
 from varreg._torch import BackwardHook
 from varreg.engine.frames import hooks_being_applied
-from varreg.engine.marks import mark_of
+from varreg.engine.marks import (
+    RUNNING,
+    mark_constant,
+    mark_of,
+    marks_of_forward,
+    with_marks,
+)
 from varreg.engine.refusals import place
 from varreg.engine.rehearsal.pauses import gradients_aside
 from varreg.engine.trace.arguments import results
 from varreg.engine.trace.layout import Place
+from varreg.engine.trace.trace import UNKNOWNS, Trace
 from varreg.engine.trace.trial import Verdict, keeps_apart, undisturbed
-from varreg.engine.trace.trial.trial_values import Run, is_close
-from varreg.errors import MeasurementError
-
-if TYPE_CHECKING:
-    from varreg.engine.trace.trace import Trace
+from varreg.engine.trace.trial.trial_values import FAILURES, Run, is_close, is_trial_running
+from varreg.errors import MeasurementError, VarregError
 
 
 def register_user_hook(trace: Trace, t: Tensor, hook: Callable[[Tensor], Any]) -> Any:
-    """Register a hook of the user's on a tensor that carries the batch, and return its handle. If
-    it changes gradients, it is tried once: it must not mix samples.
+    """Register a user's hook on a tensor that carries the batch, and return its handle. If the hook
+    changes gradients, a trial tests once that it does not mix samples.
     """
     at, path = mark_of(t), trace.observer.forward.path()
     if trace.lets_samples_meet or trace.batch <= 1 or not isinstance(at, Place):
         return t.register_hook(hook)
-    there, is_tried = at, False
+    there, is_tried, known = at, False, Known(trace, t)
+    is_for_several = getattr(hook, "__module__", "") == torch.autograd.graph.__name__
+
+    def run(given: list[Tensor]) -> list[Tensor]:
+        changed = given[0].clone()
+        result = hook(changed)
+        return [changed if result is None else result]
 
     def careful(grad: Tensor) -> Any:
         nonlocal is_tried
-        version = grad._version
+        watch = Watch(trace, [grad], path)
         result = hook(grad)  # once, as the user expects; the trial calls it again, undisturbed
-        if result is grad and grad._version == version:
-            return result  # FSDP's own hook only looks, in each backward
-        if result is not None and not is_tried:
+        is_change = watch.is_written() or not (result is None or result is grad)
+        if is_change and not is_tried:
             is_tried = True
-            verdict = _try_hook(
-                trace, path, lambda given: [hook(given[0])], [grad], [there], [there]
-            )
+            if is_for_several:  # it counts its calls, and cannot be tried
+                verdict = Verdict.UNDECIDED
+            else:
+                verdict = _try_hook(trace, path, run, [grad], [there], [there], known)
             if verdict is not Verdict.APART:
                 raise MeasurementError(
                     f"varreg: in {path}, a hook on a tensor changes its gradient, and mixes "
@@ -53,9 +66,64 @@ def register_user_hook(trace: Trace, t: Tensor, hook: Callable[[Tensor], Any]) -
     return t.register_hook(careful)
 
 
+class Watch:
+    """Tells whether something writes into gradients. Their versions tell, and, while it is new,
+    their values: NumPy and `.data` leave versions alone.
+    """
+
+    def __init__(self, trace: Trace, grads: Sequence[Any], path: str):
+        self.grads = [g for g in grads if isinstance(g, Tensor)]
+        self.versions = [g._version for g in self.grads]
+        is_new = trace.verdicts.due(("writes of a hook", path))
+        self.values = [g.detach().clone() for g in self.grads] if is_new else []
+
+    def is_written(self) -> bool:
+        """Return whether a gradient was written to since then."""
+        if any(g._version != v for g, v in zip(self.grads, self.versions, strict=True)):
+            return True
+        with torch.no_grad(), _torch.DisableTorchFunction():
+            return any(
+                bool(((g != v) & ~(g.isnan() & v.isnan())).any())
+                for g, v in zip(self.grads, self.values, strict=False)
+            )
+
+
+class Known:
+    """What a forward knows of its tensors, for a hook of it that runs later."""
+
+    def __init__(self, trace: Trace, *tensors: Tensor):
+        self.trace, self.number = trace, RUNNING.number
+        placed = [*trace.observer.forward.inputs, *tensors]  # they lose their marks at the end
+        self._marks = [(weakref.ref(t), mark_of(t)) for t in placed]
+
+    def keeps_apart(self, run: Run, grads: list[Tensor], places: Sequence[Place]) -> bool:
+        """Return whether a function of gradients that holds tensors of the forward keeps their
+        samples in these places, and takes no values of them out of torch.
+        """
+        tracer, found = self.trace.observer.tracer, [(ref(), at) for ref, at in self._marks]
+        known = [(t, at) for t, at in found if t is not None and at is not None]
+        copies = [g.detach().clone() for g in grads]
+        with (
+            marks_of_forward(self.number),
+            with_marks(known),
+            tracer.following(self.trace.batch) as trace,
+        ):
+            for t in copies:
+                mark_constant(t)
+            try:
+                marks = [mark_of(t) for t in run(copies)]
+            except VarregError:
+                return False
+            except FAILURES:  # it does not take copies
+                return True
+        if any(name not in UNKNOWNS for name, *_ in trace.escapes):
+            return False
+        return all(at is None or at == there for at, there in zip(marks, places, strict=True))
+
+
 def watch_module_hooks(trace: Trace) -> bool:
-    """Watch the backward hooks of a module, if torch is putting some into the graph: they are tried
-    when they change a gradient. Return whether it is.
+    """Arrange a trial of a module's backward hooks, if torch is adding them to the graph: they are
+    tried when they change a gradient. Return whether torch is adding hooks.
     """
     hooks, call = hooks_being_applied()
     if hooks is None:
@@ -70,8 +138,8 @@ def watch_module_hooks(trace: Trace) -> bool:
 
 
 def watch_outputs(trace: Trace, hooks: BackwardHook | None, outputs: Any) -> None:
-    """Let a module's hooks on the gradients of its outputs be tried."""
-    if hooks is None:  # the forward is called in another way than torch's
+    """Arrange trials of a module's hooks on the gradients of its outputs."""
+    if hooks is None:  # the forward was not called by torch's Module.__call__
         return
     places = _places(results(outputs))
     hooks.user_pre_hooks = _careful(trace, hooks.user_pre_hooks, [places])
@@ -81,7 +149,7 @@ def watch_outputs(trace: Trace, hooks: BackwardHook | None, outputs: Any) -> Non
 
 
 def _places(tensors: Sequence[Any]) -> list[Place | None]:
-    """Return where each of several tensors, and other things, carries the batch."""
+    """Return the place of each value; None for values that do not carry the batch."""
     marks = [mark_of(t) if isinstance(t, Tensor) else None for t in tensors]
     return [at if isinstance(at, Place) else None for at in marks]
 
@@ -89,24 +157,30 @@ def _places(tensors: Sequence[Any]) -> list[Place | None]:
 def _careful(trace: Trace, hooks: Sequence[Any], places: list[Sequence[Place | None]]) -> list[Any]:
     if trace.lets_samples_meet or trace.batch <= 1:
         return list(hooks)
-    return [h if isinstance(h, _ModuleHook) else _ModuleHook(trace, h, [*places]) for h in hooks]
+    known = Known(trace)
+    return [
+        h if isinstance(h, _ModuleHook) else _ModuleHook(trace, h, [*places], known) for h in hooks
+    ]
 
 
 class _ModuleHook:
     """A backward hook of a module. If it changes gradients, it must not mix samples.
 
-    `places` says where the gradients that it is given carry the batch: those of the inputs, and
-    those of the outputs; or those of the outputs alone.
+    `places` has the places of the gradients that the hook receives: of the inputs and of the
+    outputs, or of the outputs alone.
     """
 
-    def __init__(self, trace: Trace, hook: Any, places: list[Sequence[Place | None]]):
-        self.trace, self.hook, self.places = trace, hook, places
+    def __init__(self, trace: Trace, hook: Any, places: list[Sequence[Place | None]], known: Known):
+        self.trace, self.hook, self.places, self.known = trace, hook, places, known
 
     def __call__(self, module: nn.Module, *grads: tuple[Any, ...]) -> Any:
-        result = self.hook(module, *grads)
-        if result is None or not self.trace.verdicts.due(("module hook", id(self.hook))):
-            return result
         path = place(self.trace.observer.parameters.module_names.get(module, ""), module)
+        watch = Watch(self.trace, [g for some in grads for g in some], path)
+        result = self.hook(module, *grads)
+        if result is None and not watch.is_written():
+            return result
+        if not self.trace.verdicts.due(("module hook", id(self.hook))):
+            return result
         if self._try(path, module, grads) is not Verdict.APART:
             raise MeasurementError(
                 f"varreg: a backward hook of {path} changes gradients, and mixes "
@@ -127,15 +201,18 @@ class _ModuleHook:
         def run(given: list[Tensor]) -> list[Tensor]:
             new = [list(g) for g in grads]
             for (i, k, _), t in zip(where, given, strict=True):
-                new[i][k] = t
+                new[i][k] = t.clone()
             result = self.hook(module, *map(tuple, new))
-            return [result[k] for k, _ in changed]
+            if result is None:  # it writes into what it is given
+                result = new[0]
+            result = result if isinstance(result, (tuple, list)) else (result,)
+            return [new[0][k] if result[k] is None else result[k] for k, _ in changed]
 
         given, given_places = [grads[i][k] for i, k, _ in where], [at for *_, at in where]
         if not changed:
             return Verdict.UNDECIDED
         output_places = [at for _, at in changed]
-        return _try_hook(self.trace, path, run, given, given_places, output_places)
+        return _try_hook(self.trace, path, run, given, given_places, output_places, self.known)
 
 
 def _try_hook(
@@ -145,11 +222,17 @@ def _try_hook(
     grads: list[Tensor],
     places: Sequence[Place],
     output_places: Sequence[Place],
+    known: Known,
 ) -> Verdict:
     """Return whether a hook keeps samples apart. If twice the gradient does not give twice the
-    result, warn: the gradient of a sample in a batch is a part of that of the sample alone.
+    result, warn: a sample has a smaller gradient in a batch than alone.
+
+    A hook may hold tensors of the forward. So it is also run once under the tracer, with gradients
+    for constants: what it makes of these tensors must have each sample in its place.
     """
     with undisturbed():
+        if not known.keeps_apart(run, grads, output_places):
+            return Verdict.MIXED
         verdict = keeps_apart(run, grads, places, output_places, needs_proof=False)
         if verdict is Verdict.APART:
             once, twice = run(grads), run([2 * g for g in grads])
@@ -161,8 +244,8 @@ def _try_hook(
 def check_arriving(
     trace: Trace, t: Tensor, goes_on_apart: Callable[[Tensor], bool], what: str
 ) -> None:
-    """Try the gradient that really arrives at a tensor, and goes on out of sight: a backward of the
-    user's may depend on its size. `what` is tried, for the message.
+    """Test, with the gradient that arrives at a tensor, a backward that the tracer does not see: it
+    may depend on the size of the gradient. `what` names it in the message.
     """
     if trace.batch <= 1 or not t.requires_grad or trace.lets_samples_meet:
         return
@@ -170,7 +253,8 @@ def check_arriving(
 
     def check(grad: Tensor | None) -> None:
         nonlocal waits
-        if grad is None or not waits:  # nothing arrives, or the trial itself sent it
+        # nothing arrives, or a trial sent it: this one, or that of another hook
+        if grad is None or not waits or is_trial_running():
             return
         waits = False
         with undisturbed(), gradients_aside(trace.observer.model):

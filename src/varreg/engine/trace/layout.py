@@ -45,7 +45,9 @@ class Layout(NamedTuple):
 
 
 class Owners:
-    """The sample that each row belongs to; −1 for a row of nobody. Compares by value."""
+    """The sample that each row belongs to; −1 for a row that belongs to no sample. Compared by
+    value.
+    """
 
     __slots__ = ("of",)
 
@@ -79,7 +81,7 @@ class Ragged(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Return whether every row belongs to somebody."""
+        """Return whether every row belongs to a sample."""
         return bool((self.owners.of >= 0).all())
 
     @property
@@ -113,8 +115,8 @@ class Lost(NamedTuple):
 
 
 class Summed(NamedTuple):
-    """A sum over samples of what each one gives, such as a mean loss: its gradient still tells
-    samples apart, as long as nothing but linear operations follow.
+    """A sum over samples, such as a mean loss. Its gradient still separates the samples, as long as
+    only linear operations follow.
     """
 
     batch: int
@@ -195,7 +197,9 @@ def per_sample(t: Tensor, at: Place) -> Tensor:
 
 
 def narrow(t: Tensor, at: Place, start: int, stop: int) -> Tensor | None:
-    """Return the samples `start:stop` alone, in the same layout; None where they have nothing."""
+    """Return the rows of the samples `start:stop`, in the same layout; None if they have no
+    rows.
+    """
     if isinstance(at, Single):
         return t if start <= at.sample < stop else None
     if isinstance(at, Ragged):
@@ -222,8 +226,8 @@ NOBODY = -1
 
 
 def numbers(t: Tensor, at: Place | None) -> Tensor:
-    """Return a tensor of `t`'s shape that holds, at each place, the number of the sample that
-    owns it. It takes no memory: all strides but one are 0. Constants belong to nobody.
+    """Return a tensor of `t`'s shape that holds, at each place, the number of the sample that owns
+    it. It takes no memory: all strides but one are 0. Elements of constants belong to no sample.
     """
     if at is None or isinstance(at, Single):
         value = NOBODY if at is None else at.sample
@@ -246,7 +250,7 @@ def place_of(moved: Tensor, batch: int) -> Place | None:
     if batch == 1:
         return Layout(1, 0, 1, moved.shape[0])
     if len(known) == moved.dim() and all(bool((o == o[0]).all()) for _, o in known):
-        return Single(batch, int(known[0][1][0]))  # wherever one looks, it is the same sample
+        return Single(batch, int(known[0][1][0]))  # all elements belong to the same sample
     regular = [at for d, o in known if (at := _regular(o, batch, d)) is not None]
     if len(regular) == 1:
         return regular[0]
@@ -254,7 +258,7 @@ def place_of(moved: Tensor, batch: int) -> Place | None:
 
 
 def _owners_along(moved: Tensor, dim: int) -> Tensor | None:
-    """Return who owns each row along `dim`; None where a row belongs to several samples."""
+    """Return the owner of each row along `dim`; None if a row belongs to several samples."""
     varying = [d for d, n in enumerate(moved.shape) if n > 1 and moved.stride(d) != 0]
     if len(varying) <= 1:  # a view: one line of it says all, and nothing has to be copied
         line = moved[tuple(slice(None) if d in varying else 0 for d in range(moved.dim()))].cpu()

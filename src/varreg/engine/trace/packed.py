@@ -1,4 +1,4 @@
-"""Packed sequences: where their rows go, and whose they are.
+"""Packed sequences: which rows of the packed data belong to which sample.
 
 `pack_padded_sequence` sorts samples by length and puts the rows of each time step side by side:
 first all samples, then those that are still there. `batch_sizes` counts them. So with `order`, the
@@ -24,8 +24,8 @@ RECURRENT = frozenset((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu))
 
 
 def is_packed(function: Any, args: Sequence[Any]) -> bool:
-    """Return whether a recurrent layer is given packed sequences. Sizes come second there, not
-    states.
+    """Return whether a recurrent layer gets packed sequences. Their second argument is the sizes;
+    without packing, it is the states.
     """
     if function not in RECURRENT or len(args) < 3 or not isinstance(args[1], Tensor):
         return False
@@ -33,7 +33,7 @@ def is_packed(function: Any, args: Sequence[Any]) -> bool:
 
 
 def sizes_in(function: Any, args: Sequence[Any]) -> Tensor | None:
-    """Return the argument that tells how many rows each step has, and nothing of their values."""
+    """Return the argument that has the number of rows of each step, but none of their values."""
     if function == PAD or is_packed(function, args):
         sizes = args[1]
         return sizes if isinstance(sizes, Tensor) else None
@@ -46,7 +46,9 @@ def rows_of_steps(batch_sizes: Tensor) -> Tensor:
 
 
 def order_of(at: Layout | Ragged, batch_sizes: Tensor) -> Tensor | None:
-    """Return the samples from the longest to the shortest; None where rows are not packed so."""
+    """Return the samples from the longest to the shortest; None if the rows are not packed in this
+    order.
+    """
     owners = owners_of(at)
     order = owners[: int(batch_sizes[0])]
     position = rows_of_steps(batch_sizes)
@@ -69,7 +71,7 @@ def place_along(order: Tensor, batch: int, dim: int) -> Place:
 def place_packed(
     args: Sequence[Any], batched: Sequence[tuple[Tensor, Place]], output: int
 ) -> Place | None:
-    """Return where a recurrent layer's output carries the batch; None where samples meet."""
+    """Return where a recurrent layer's output carries the batch; None if samples mix."""
     data, batch_sizes = args[:2]
     orders: list[Tensor] = []
     for x, at in batched:

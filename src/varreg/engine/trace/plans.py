@@ -3,7 +3,7 @@ repeats the same calls in every step.
 
 The form of a call is everything that decides where it takes the batch and which rule serves it: the
 function, the plain arguments, and for each tensor its shape, its type and its kind: a carrier of
-the batch (and where), a parameter or a constant. Values are no part of the form. If the result may
+the batch (and where), a parameter or a constant. Values are not part of the form. If the result may
 depend on anything else, the call has no form, and the engine analyses it every time.
 """
 

@@ -19,13 +19,18 @@ from varreg.engine.trace.layout import Lost, Place, Ragged, Single, Summed, Wher
 from varreg.engine.trace.plans import Plan, store_plan
 from varreg.engine.trace.trace import Trace
 from varreg.engine.trace.trial import Verdict, has_rows_for_samples
-from varreg.errors import MeasurementError
+from varreg.errors import MeasurementError, VarregError
 
 
 def place_result(trace: Trace, call: Call, out: Tensor, which: int) -> Where:
-    """Return where the batch is in a result. What is not known is tried, once for each kind of
-    call.
+    """Return where the batch is in a result. If that is not known, a trial finds it, once for each
+    kind of call.
     """
+    if out.is_nested:
+        raise VarregError(
+            f"varreg: in {trace.observer.forward.path()}, {call.name} makes a nested tensor, in "
+            "which samples cannot be followed. Use padded, dense tensors."
+        )
     destination = follow(call, out, which)
     if isinstance(destination, Guess):
         destination = _try_guess(trace, call, destination, out, which)
@@ -54,7 +59,7 @@ def _try_guess(
 
 
 def _without_batch(trace: Trace, call: Call, gone: Gone, out: Tensor, which: int) -> Summed | Lost:
-    """Return what a result is that has no place for the batch: a sum over samples, or lost."""
+    """Return the kind of a result that has no place: a sum over samples, or lost."""
     shapes = " and ".join(str(tuple(x.shape)) for x, _ in call.carriers)
     lost = Lost(f"{call.name} takes {shapes} to {tuple(out.shape)}")
     if trace.lets_samples_meet or not (out.requires_grad and out.is_floating_point()):
@@ -79,8 +84,8 @@ def mark_results(trace: Trace, plans: dict[Any, Plan], call: Call, out: Any) -> 
         trace.mark_each(out, lambda t, i: where or place_result(trace, call, t, i))
     elif call.carriers:
         trace.mark_each(out, lambda t, i: place_result(trace, call, t, i))
-        # What a detached tensor shares memory with has to be known each time; so have views that
-        # are written to.
+        # Aliases of a detached tensor, and views that are written to, must be noted in each
+        # forward: a plan would skip that.
         writes_other = call.is_in_place and call.args[0] is not call.carriers[0][0]
         if call.function not in DETACH and not writes_other:
             store_plan(plans, call, Plan(), results(out))
@@ -100,7 +105,9 @@ def mark_derived(trace: Trace, out: Any) -> None:
 
 
 def _combined(trace: Trace, call: Call) -> Where | None:
-    """Return what a call with tensors that have no place gives; None if only the others count."""
+    """Return the kind of the result of a call with lost or summed tensors; None if these tensors do
+    not matter.
+    """
     if call.lost:
         if call.carriers and not any(t.is_floating_point() for t, _ in call.lost):
             index = {id(t) for t in index_of(call)} if call.function in MOVERS else set()
@@ -122,8 +129,8 @@ def _combined(trace: Trace, call: Call) -> Where | None:
 
 
 def _answer(choice: Tensor) -> bool | None:
-    """Return what a choice of the whole batch says, if it is yes or no throughout and can be read
-    at once.
+    """Return the value of a condition on the whole batch, if it is True or False for all samples
+    and can be read without waiting.
     """
     if choice.dtype is not torch.bool or not choice.is_cpu:
         return None
@@ -139,8 +146,8 @@ def _note_lookup(
     *_: Any,
     **__: Any,
 ) -> None:
-    """Note rows of a parameter that were looked up once for all samples: what they receive can be
-    put back without a detour through autograd.
+    """Note rows of a parameter that were looked up once for all samples: their contributions can be
+    added to the table without calling autograd.
     """
     rows = ids.flatten()
     skipped = None if padding_idx is None else padding_idx % len(table)
@@ -150,10 +157,10 @@ def _note_lookup(
 
 
 def _are_distinct(rows: Tensor, skipped: int | None, ledger: Ledger) -> bool:
-    """Return whether each row is looked up once, and the one that is to be skipped is not.
+    """Return whether each row is looked up once, and the padding row is not looked up.
 
-    On a device, that is looked at the first time for each number of rows; later, rows that were
-    distinct are expected to be so again, which is checked late.
+    On a device, the rows are read the first time for each number of rows. Later, rows that were
+    distinct are assumed to be distinct again, and a deferred check confirms that.
     """
     known = ledger.distinct_rows.get(len(rows)) if not rows.is_cpu else None
     if known is False:

@@ -1,4 +1,4 @@
-"""Sort the tensors of a call by what the forward knows of them."""
+"""Sort the tensors of a call by their marks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from varreg.engine.trace.call import Call
 from varreg.engine.trace.functions import CREATORS, SHAPE_ONLY
 from varreg.engine.trace.layout import Layout, Lost, Place, Summed, Where
 from varreg.engine.trace.packed import sizes_in
-from varreg.engine.trace.trace import Trace, memory_of
+from varreg.engine.trace.trace import UNKNOWN, UNKNOWN_CONSTANT, Trace, memory_of
 from varreg.engine.trace.unseen import candidates_for, place
-
-UNKNOWN, UNKNOWN_CONSTANT = "a tensor of unknown origin", "a constant of unknown origin"
 
 
 def sort_tensors(trace: Trace, call: Call) -> None:
@@ -24,7 +22,7 @@ def sort_tensors(trace: Trace, call: Call) -> None:
     sizes = sizes_in(call.function, call.args)
     for t in _read_tensors(call):
         if type(t) is not Tensor and type(t).__name__ == "FakeTensor":
-            continue  # a compiler looks at shapes, and calls what it makes of them later
+            continue  # a compiler reads shapes now, and runs the compiled code later
         if t is sizes:
             continue
         where = _where(trace, t)
@@ -50,7 +48,9 @@ def _read_tensors(call: Call) -> Sequence[Tensor]:
 
 
 def _where(trace: Trace, t: Tensor) -> Where | Derived | None:
-    """Return the mark of a tensor; one that came from out of sight is placed now."""
+    """Return the mark of a tensor; find a place for a tensor whose origin the tracer did not
+    see.
+    """
     where = mark_of(t)
     if trace.rewritten and id(t) not in trace.fresh and memory_of(t) in trace.rewritten:
         where = Lost("something was written behind it", mixed=True)
@@ -67,19 +67,19 @@ def _where(trace: Trace, t: Tensor) -> Where | Derived | None:
 
 
 def _note_unknown(trace: Trace, t: Tensor) -> None:
-    """Note a constant that nobody saw being made: an attribute of the model, or what a scripted
-    function, another thread or a C++ extension made of the batch. A trial of the whole forward
-    tells.
+    """Note a constant of unknown origin: an attribute of the model, or a tensor that a scripted
+    function, another thread or a C++ extension may have made from the batch. A trial of the whole
+    forward decides.
     """
     if trace.batch <= 1 or is_constant(t) or trace.observer.parameters.is_buffer(t):
         return
-    if any(t is x for x in trace.observer.forward.inputs):  # one that carries no batch
+    if any(t is x for x in trace.observer.forward.inputs):  # an input that does not carry the batch
         return
     trace.escape(UNKNOWN if trace.batch in t.shape else UNKNOWN_CONSTANT)
 
 
 def hides_samples(args: Sequence[Any]) -> bool:
-    """Return whether values of the batch are in slices or nested lists, where torch reads them."""
+    """Return whether values of the batch are in slices or nested lists among the arguments."""
     for a in args:
         if isinstance(a, (slice, list, tuple)):
             for t in _hidden_in(a, depth=0):
@@ -89,7 +89,9 @@ def hides_samples(args: Sequence[Any]) -> bool:
 
 
 def _hidden_in(a: Any, depth: int) -> list[Tensor]:
-    """Return tensors in slices, and in lists below the first level, which sorting looks through."""
+    """Return tensors in slices, and in lists below the first level, which `sort_tensors` does not
+    search.
+    """
     if isinstance(a, Tensor):
         return [a] if depth > 1 else []
     if isinstance(a, slice):

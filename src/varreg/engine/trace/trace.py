@@ -1,4 +1,4 @@
-"""The state of one forward while it is traced, beside the marks that tensors have."""
+"""The state of one traced forward, besides the marks of its tensors."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from varreg.engine.observer import Observer
 
 
+UNKNOWN, UNKNOWN_CONSTANT = "a tensor of unknown origin", "a constant of unknown origin"
+UNKNOWNS = (UNKNOWN, UNKNOWN_CONSTANT)
+"""What is noted without any sign that it has to do with the batch."""
+
+
 def memory_of(t: Tensor) -> int:
     """Return the address of the memory that a tensor shares with its views, also in a vmap."""
     while _torch.is_wrapped(t):
@@ -47,7 +52,9 @@ class Trace:
         self.aliases: dict[int, list[Tensor]] = {}
         """Tensors that a detached one shares memory with, by the address of that memory."""
         self.escapes: dict[Escape, Range | None] = {}
-        """Where values of the batch left torch, and in which range, if they were numbers."""
+        """The functions through which values of the batch left torch, each with the range of its
+        numbers.
+        """
         self.rewritten: dict[int, Tensor] = {}
         """Memory whose rows changed owners, each with a tensor that keeps it."""
         self.fresh: set[int] = set()
@@ -55,7 +62,7 @@ class Trace:
         self.backwards = Ran.backwards
         """The number of backward runs of varreg's nodes before this forward began."""
         self.has_slots = False
-        """True: a tensor of parameters has a row for each sample, by its number."""
+        """True: a tensor of parameters has a row for each position in the batch."""
         self.is_counted = False
         """True: a call used a number that may come from the number of samples."""
         self.unseen = 0
@@ -98,7 +105,7 @@ class Trace:
     def escape(self, function: Any, value: Any = None) -> None:
         """Note that values of the batch leave torch, or choose where others go. When the forward
         ends, a trial says whether they came back and made samples depend on each other. A `value`
-        of yes is tried apart from one of no: code may take another branch.
+        of True is tried separately from False, since the code may take another branch.
         """
         if self.batch > 1 and not self.lets_samples_meet:
             name = function if isinstance(function, str) else name_of(function)
@@ -124,7 +131,9 @@ class Trace:
         return list(leaves.values())
 
     def recipient(self, t: Tensor, rule: str) -> Recipient:
-        """Return what takes contributions, as `rule` measures them, to a tensor of parameters."""
+        """Return the object that receives the contributions to a tensor of parameters, measured by
+        `rule`.
+        """
         leaves = self.leaves(t)
         for _, ledger in leaves:
             ledger.rules[rule] = None
@@ -146,8 +155,8 @@ class Trace:
         return ", ".join(f"'{n}'" for n in dict.fromkeys(names)) or "a tensor made of parameters"
 
     def name_unseen(self, t: Tensor) -> str | None:
-        """Return the name of a parameter that is used out of sight; None for any other tensor.
-        Elsewhere it may be seen, and what is measured there is not all of its gradient.
+        """Return the name of a parameter that is used where the tracer does not see it; None for
+        any other tensor. The other uses of such a parameter do not give its whole gradient.
         """
         ledger = self.observer.parameters.ledger(t)
         if ledger is None:
@@ -169,8 +178,8 @@ class Trace:
         )
 
     def refuse_later(self, t: Tensor, lost: Lost) -> None:
-        """Raise an error if a gradient arrives at a tensor without a place: it has no known sample.
-        Where samples were mixed, there is no need to wait for it.
+        """Raise an error when a gradient arrives at a tensor without a place, since it belongs to
+        no known sample. If samples were mixed, raise at once.
         """
         if not (t.requires_grad and t.grad_fn is not None and torch.is_grad_enabled()):
             return

@@ -8,7 +8,8 @@ arise at uses, and nowhere else. A mechanism measures each use (`mechanisms/`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,10 +25,18 @@ from varreg.engine.trace import checkpoints
 from varreg.engine.trace.arguments import results, tensors_in
 from varreg.engine.trace.call import Call
 from varreg.engine.trace.eager import runs_as_it_is
-from varreg.engine.trace.functions import CREATORS, DETACH, ESCAPES, RESHAPERS, WRITERS
+from varreg.engine.trace.functions import (
+    CALLBACKS,
+    CREATORS,
+    DETACH,
+    ESCAPES,
+    RESHAPERS,
+    WRITERS,
+)
 from varreg.engine.trace.gradient_hooks import register_user_hook
 from varreg.engine.trace.plans import Form, Plan, form_of
 from varreg.engine.trace.results import mark_results, place_result
+from varreg.engine.trace.saved_hooks import try_saved_hooks
 from varreg.engine.trace.sorting import hides_samples, sort_tensors
 from varreg.engine.trace.trace import Trace
 from varreg.engine.trace.trial import Verdicts
@@ -37,6 +46,8 @@ from varreg.engine.trace.values_out import (
     lets_values_out,
     mark_constants,
     may_count_samples,
+    note_failure,
+    run_callback,
 )
 from varreg.engine.trace.writes import (
     lose_written,
@@ -86,6 +97,16 @@ class Tracer(TorchFunctionMode):
         if not any(mode is self for mode in _torch.mode_stack()):
             self.__enter__()
 
+    @contextlib.contextmanager
+    def following(self, batch: int) -> Iterator[Trace]:
+        """Follow the batch through a hook of a forward of `batch` samples."""
+        before, self.trace = self.trace, self.trace.resumed(batch)
+        try:
+            with self:
+                yield self.trace
+        finally:
+            self.trace = before
+
     # ---- a call ----------------------------------------------------------------------------------
 
     @runs_as_it_is
@@ -96,22 +117,27 @@ class Tracer(TorchFunctionMode):
         if is_dynamo_compiling() or _torch.get_eval_frame_callback() is not None:
             return _run_uncompiled(self, func, types, args, kwargs)
         form, kwargs = None, kwargs or {}
-        if torch.is_grad_enabled() and not self.trace.rewritten:
-            form, tensors, ledgers = form_of(func, args, kwargs, self.observer.parameters.ledger)
-            plan = None if form is None else self.plans.get(form)
-            if plan is not None:
-                if plan.use is not None:
-                    out = by_rule.replay(self.trace, plan, func, args, kwargs, tensors, ledgers)
-                    if out is not None:
-                        return out
-                else:
-                    out = func(*args, **kwargs)
-                    if plan.fits(out):
-                        plan.mark((out,) if isinstance(out, Tensor) else out)
+        try:
+            if torch.is_grad_enabled() and not self.trace.rewritten:
+                parameters = self.observer.parameters
+                form, tensors, ledgers = form_of(func, args, kwargs, parameters.ledger)
+                plan = None if form is None else self.plans.get(form)
+                if plan is not None:
+                    if plan.use is not None:
+                        out = by_rule.replay(self.trace, plan, func, args, kwargs, tensors, ledgers)
+                        if out is not None:
+                            return out
                     else:
-                        self._mark_again(Call(func, args, kwargs), out)
-                    return out
-        return self.run_new(func, args, kwargs, form)
+                        out = func(*args, **kwargs)
+                        if plan.fits(out):
+                            plan.mark((out,) if isinstance(out, Tensor) else out)
+                        else:
+                            self._mark_again(Call(func, args, kwargs), out)
+                        return out
+            return self.run_new(func, args, kwargs, form)
+        except Exception as error:
+            note_failure(self.trace, func, args, kwargs, error)
+            raise
 
     def _mark_again(self, call: Call, out: Any) -> None:
         """Mark results whose shapes differ from those in the plan of the call."""
@@ -127,6 +153,8 @@ class Tracer(TorchFunctionMode):
         trace, call = self.trace, Call(func, args, kwargs, form=form)
         if hides_samples(args):
             trace.escape(func)
+        if _torch.dispatch_modes() and has_foreign_mode():
+            trace.escape("a torch dispatch mode")
         if func in CREATORS and not tensors_in(args[1:], call.kwargs):
             return mark_constants(call.run())
         if func is torch.broadcast_tensors:  # each result is made of one argument alone
@@ -138,6 +166,7 @@ class Tracer(TorchFunctionMode):
         if not (call.parameters or call.depends_on_batch):
             return mark_constants(call.run())
         if call.carriers:
+            try_saved_hooks(trace, call)
             trace.is_counted = trace.is_counted or may_count_samples(trace, call)
             if func is Tensor.register_hook:
                 return register_user_hook(trace, *args, **kwargs)
@@ -157,6 +186,8 @@ class Tracer(TorchFunctionMode):
         if call.parameters and _torch.is_transform_active():
             trace.refuse(call, "it runs under a torch.func transform (vmap, grad, jvp)")
         if call.depends_on_batch:
+            if func in CALLBACKS:
+                return run_callback(trace, call)
             if writes_parameter(trace, call):
                 return lose_written(trace, call)
             if call.parameters:
@@ -182,10 +213,12 @@ _run_uncompiled = _torch.disable_dynamo(Tracer.__torch_function__)
 
 
 def has_foreign_mode() -> bool:
-    """Return whether a mode of the user is active, which may change torch functions."""
+    """Return whether a mode of the user is active, of torch functions or of the dispatcher: it may
+    change what they return.
+    """
     return any(
         type(mode).__module__.partition(".")[0] not in ("torch", "varreg")
-        for mode in _torch.mode_stack()
+        for mode in (*_torch.mode_stack(), *_torch.dispatch_mode_stack())
     )
 
 

@@ -1,9 +1,9 @@
-"""Tensors whose origin the tracer cannot see, placed by their graph.
+"""Tensors whose origin the tracer cannot see: find their place by their autograd graph.
 
-Scripted functions, C++ extensions and a `torch.autograd.Function` make such tensors.
-Every gradient on its way to a parameter passes one of our nodes, which knows where its outputs
-carry the batch. So a place for the tensor is tried by its gradient: what is sent back from one half
-of the samples may reach rows of these samples only.
+Scripted functions, C++ extensions and a `torch.autograd.Function` make such tensors. Every gradient
+on its way to a parameter passes one of our nodes, which knows where its outputs carry the batch. So
+a trial sends gradients back to test a place: a gradient at the rows of one half of the samples must
+arrive only at rows of these samples.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from varreg.engine.frames import is_called_by
 from varreg.engine.marks import DERIVED, Derived, mark, mark_of
-from varreg.engine.mechanisms.node import places_of
+from varreg.engine.mechanisms.node import Ran, places_of
 from varreg.engine.rehearsal.pauses import gradients_aside
 from varreg.engine.trace.gradient_hooks import check_arriving, watch_module_hooks
 from varreg.engine.trace.layout import Layout, Lost, Place, Where, only_sample
@@ -40,7 +41,7 @@ Names = Callable[[Tensor], str | None]
 
 
 def place(trace: Trace, t: Tensor, candidates: list[Place]) -> Where | Derived:
-    """Place a tensor that was made out of sight, mark it, and return its mark."""
+    """Find the place of a tensor of unknown origin, mark it, and return its mark."""
     assert t.grad_fn is not None
     trace.unseen += 1  # a part of the key: the same model meets them in the same order
     key = ("unseen", trace.unseen, t.grad_fn.name(), t.shape, t.dtype, tuple(candidates))
@@ -65,9 +66,10 @@ def place(trace: Trace, t: Tensor, candidates: list[Place]) -> Where | Derived:
 
 
 def check_input(trace: Trace, t: Tensor, where: Where) -> Where:
-    """Return where an input carries the batch, checked where it comes from an earlier forward.
+    """Return where an input carries the batch. Check the place if the input comes from an earlier
+    forward.
 
-    It may come with samples mixed, or in another order.
+    That forward may have mixed the samples, or changed their order.
     """
     if t.grad_fn is None or trace.batch <= 1 or trace.lets_samples_meet:
         return where
@@ -86,8 +88,8 @@ def place_unseen(
 ) -> Place | Lost | Derived:
     """Return where a tensor of unknown origin carries the batch, or that it is made of parameters.
 
-    `name_of` tells the names of observed parameters. One that was used on the way has no moments,
-    and a warning will say so.
+    `name_of` returns the name of an observed parameter. A parameter that was used on the way has no
+    moments, and a warning will say so.
     """
     edges, parameters = _origins(t, name_of)
     if not edges:
@@ -97,17 +99,22 @@ def place_unseen(
     for node, number, at in edges:
         if node is t.grad_fn and number == t.output_nr:  # one of our nodes made it
             return at
-    # where two dimensions would fit, neither is known
+    # if two dimensions fit, the place is not known
     fitting = [at for at in candidates if _try_place(t, at, edges) is Verdict.APART]
     return fitting[0] if len(fitting) == 1 else Lost(_describe(t))
 
 
+_FOR_SEVERAL = torch.autograd.graph.register_multi_grad_hook.__code__
+
+
 def hand_out(trace: Trace, t: Tensor) -> Any:
-    """Return the node of a tensor that carries the batch. The user may put hooks on it, or on nodes
-    behind it: they are tried when a gradient arrives.
+    """Return the node of a tensor that carries the batch to the user, who may register hooks on it
+    or on nodes behind it. A trial tests them when a gradient arrives.
     """
     node, at = t.grad_fn, mark_of(t)
     if node is None or not isinstance(at, Place) or watch_module_hooks(trace):
+        return node
+    if is_called_by(_FOR_SEVERAL):  # it only asks whether the node will run
         return node
     if trace.verdicts.due(("grad_fn", trace.observer.forward.path(), node.name(), t.shape)):
         check_arriving(
@@ -120,18 +127,15 @@ def hand_out(trace: Trace, t: Tensor) -> Any:
 
 
 def sends_back(t: Tensor, place: Place, name_of: Names, grad: Tensor, deep: bool = False) -> bool:
-    """Return whether the gradient that arrives at a tensor goes on as its parts would: to the next
-    nodes of ours, or, if `deep`, to all behind them.
+    """Return whether the gradient of a tensor is propagated as the sum of its parts: up to our next
+    nodes, or, if `deep`, to all nodes behind them.
     """
     edges, _ = _origins(t, name_of, deep)
-    ends = [torch.autograd.graph.GradientEdge(node, number) for node, number, _ in edges]
-    options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
     try:
-        grads: Sequence[Tensor | None] = torch.autograd.grad([t], ends, [grad], **options)
+        grads, places = _send(t, grad, edges, deep), [at for _, _, at in edges] * (1 + deep)
         for chosen in itertools.islice(splits(place.batch), 2):
             part = torch.where(rows_of(t, place, chosen), grad, 0)
-            parts: Sequence[Tensor | None] = torch.autograd.grad([t], ends, [part], **options)
-            for a, b, (_, _, at) in zip(grads, parts, edges, strict=True):
+            for a, b, at in zip(grads, _send(t, part, edges, deep), places, strict=True):
                 if a is None or b is None:
                     continue
                 if bool((rows_of(a, at, chosen) & ~is_close(a, b)).any()):
@@ -139,6 +143,36 @@ def sends_back(t: Tensor, place: Place, name_of: Names, grad: Tensor, deep: bool
     except FAILURES:  # it cannot be run a second time
         return True
     return True
+
+
+def _send(t: Tensor, grad: Tensor, edges: list[Edge], deep: bool) -> list[Tensor | None]:
+    """Send a gradient back, and return what arrives at each edge; if `deep`, also what the node
+    there is given: a hook on the node itself runs in between.
+    """
+    ends = [torch.autograd.graph.GradientEdge(node, number) for node, number, _ in edges]
+    if deep:  # behind them, so that they run
+        ends += [torch.autograd.graph.GradientEdge(node, 0) for node in _accumulators(t)]
+    received: dict[int, Sequence[Tensor | None]] = {}
+    Ran.received = received
+    try:
+        arrived = torch.autograd.grad([t], ends, [grad], retain_graph=True, allow_unused=True)
+    finally:
+        Ran.received = None
+    given = [received.get(id(node), ()) for node, _, _ in edges] if deep else []
+    inside = [g[n] if n < len(g) else None for g, (_, n, _) in zip(given, edges, strict=False)]
+    return [*arrived[: len(edges)], *inside]
+
+
+def _accumulators(t: Tensor) -> list[Any]:
+    """Return the nodes at which gradients of leaves behind a tensor are accumulated."""
+    seen: set[Any] = set()
+    stack = [t.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            stack += [n for n, _ in node.next_functions]
+    return [node for node in seen if getattr(node, "variable", None) is not None]
 
 
 def _describe(t: Tensor) -> str:
@@ -153,10 +187,10 @@ def candidates_for(t: Tensor, batch: int) -> list[Place]:
 
 
 def _origins(t: Tensor, name_of: Names, deep: bool = False) -> tuple[list[Edge], list[str]]:
-    """Return where the graph leads to our nodes or to inputs, and the parameters it reaches.
+    """Return the edges at which the graph reaches our nodes or inputs, and the names of parameters.
 
-    Of parameters, the names of those that it reaches without passing such an edge. If `deep`, the
-    search goes on behind our nodes.
+    The names are of the parameters that it reaches without passing such an edge. If `deep`, the
+    search continues behind our nodes.
     """
     edges: list[Edge] = []
     parameters: list[str] = []
@@ -188,7 +222,7 @@ def _origins(t: Tensor, name_of: Names, deep: bool = False) -> tuple[list[Edge],
 
 
 def are_mixed(t: Tensor, place: Place, name_of: Names) -> bool:
-    """Return whether the samples of an input met on their way from an earlier forward."""
+    """Return whether an earlier forward mixed the samples of an input."""
     edges, _ = _origins(t, name_of)
     edges = [edge for edge in edges if edge[2].batch == place.batch]
     return bool(edges) and _try_place(t, place, edges) is Verdict.MIXED
@@ -212,5 +246,5 @@ def _try_place(t: Tensor, place: Place, edges: list[Edge]) -> Verdict:
             reached = grad != 0
             if bool((reached & rows_of(grad, at, ~chosen)).any()):
                 return Verdict.MIXED
-            moved |= samples_in(reached, at)  # a sample that nothing reaches proves nothing
+            moved |= samples_in(reached, at)  # a sample that no gradient reaches is no evidence
     return Verdict.APART if bool(moved.all()) else Verdict.UNDECIDED

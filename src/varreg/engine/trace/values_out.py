@@ -1,4 +1,4 @@
-"""Values of the batch that leave torch, and may come back as constants."""
+"""Calls through which values of the batch leave torch; the values may return as constants."""
 
 from __future__ import annotations
 
@@ -9,33 +9,78 @@ import torch
 from torch import Tensor, nn
 
 from varreg import _torch
-from varreg.engine.marks import mark_constant
+from varreg.engine.marks import mark_constant, mark_of
 from varreg.engine.trace.arguments import results, tensors_in
 from varreg.engine.trace.call import Call
-from varreg.engine.trace.functions import ELEMENTWISE, is_sized_by_values, tells_shapes_only
+from varreg.engine.trace.functions import (
+    ELEMENTWISE,
+    is_sized_by_values,
+    name_of,
+    takes_numbers,
+    tells_shapes_only,
+)
+from varreg.engine.trace.layout import Lost, Place, Summed
 from varreg.engine.trace.trace import Trace
+from varreg.errors import VarregError
 from varreg.thresholds import SIZE_OF_BATCH
 
 _RECURRENT = (nn.RNN, nn.GRU, nn.LSTM)
 
 
 def lets_values_out(trace: Trace, call: Call, out: Any) -> bool:
-    """Return whether a result tells Python something of the batch's values: it is no tensor, or a
-    tensor of a size that values decide.
+    """Return whether a result lets Python read values of the batch: it is not a tensor, or values
+    decide its size.
     """
     if not call.depends_on_batch or is_size_of_sequences(trace, call):
         return False
     types = {t.dtype for t in tensors_in(call.args[1:], {})}
-    if is_sized_by_values(call.function, call.args, types):
+    if is_sized_by_values(call.function, call.args, types) or _reads_number(call):
         return True
     if tells_shapes_only(call.function) or isinstance(out, torch.Size):
         return False
-    return any(not isinstance(t, (Tensor, type(None))) for t in results(out))
+    return any(
+        t.layout is not torch.strided if isinstance(t, Tensor) else t is not None
+        for t in results(out)
+    )
+
+
+def _reads_number(call: Call) -> bool:
+    """Return whether a whole number of the batch may be read as a size or a position: torch takes a
+    tensor without dimensions for a number.
+    """
+    if not takes_numbers(call.function):
+        return False
+    first = call.args[0] if call.args else None
+    return any(
+        t is not first and not t.dim() and not (t.is_floating_point() or t.is_complex())
+        for t in (*(t for t, _ in call.carriers), *(t for t, _ in call.lost), *call.summed)
+    )
+
+
+def note_failure(trace: Trace, func: Any, args: Any, kwargs: Any, error: Exception) -> None:
+    """Note an error that values of the batch may have caused: the model's code may catch it, and
+    take another branch.
+    """
+    if not isinstance(error, VarregError):
+        marks = (mark_of(t) for t in tensors_in(args, kwargs))
+        if any(isinstance(at, Place | Lost | Summed) for at in marks):
+            trace.escape(f"an error in {name_of(func)}")
+
+
+def run_callback(trace: Trace, call: Call) -> Any:
+    """Run, once, a function that hands the elements of the batch to a function of Python's; mark
+    its result, and return it.
+    """
+    trace.escape(call.function)
+    out, places = call.run(), [at for _, at in call.carriers]
+    is_alike = len(places) == len(call.tensors()) and all(at == places[0] for at in places)
+    trace.mark(out, places[0] if is_alike else Lost(f"{call.name} calls a function of Python's"))
+    return out
 
 
 def is_size_of_sequences(trace: Trace, call: Call) -> bool:
-    """Return whether it is the number of packed sequences that torch's own recurrent layers ask
-    for.
+    """Return whether the value is the number of packed sequences, which torch's recurrent layers
+    read.
     """
     if call.carriers:
         return False
@@ -44,7 +89,7 @@ def is_size_of_sequences(trace: Trace, call: Call) -> bool:
 
 
 def mark_constants(out: Any) -> Any:
-    """Mark what was seen to be made of constants alone, and return it."""
+    """Mark a result that is made of constants alone, and return it."""
     for t in results(out):
         if isinstance(t, Tensor) and not t.requires_grad:
             mark_constant(t)
@@ -52,8 +97,9 @@ def mark_constants(out: Any) -> Any:
 
 
 def may_count_samples(trace: Trace, call: Call) -> bool:
-    """Return whether a call gives elements of the batch a constant that could have been made of the
-    number of samples: such a number, or a tensor with as many rows. A trial tells (`alone.py`).
+    """Return whether a call combines the batch with a constant that could have been made from the
+    number of samples: such a number, or a tensor with as many rows. A trial decides
+    (`trial/alone.py`).
     """
     if call.function not in ELEMENTWISE or _torch.is_transform_active():
         return False
@@ -73,8 +119,8 @@ def may_count_samples(trace: Trace, call: Call) -> bool:
 
 
 def _looks_like_size(value: Any, batch: int) -> bool:
-    """Return whether a number could have been made of the number of samples: it is that, a multiple
-    of it, its root, its logarithm, or one of their inverses.
+    """Return whether a number could have been made from the number of samples: it is this number, a
+    multiple of it, its root, its logarithm, or the inverse of one of them.
     """
     if type(value) not in (int, float) or batch < 2 or not value or not math.isfinite(value):
         return False

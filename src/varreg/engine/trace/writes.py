@@ -1,4 +1,6 @@
-"""Calls that write into a tensor: where it then carries the batch, and what shares its memory."""
+"""Calls that write into a tensor: find its place afterwards, and update the marks of tensors that
+share its memory.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from varreg.engine.trace.trial import Verdict
 
 
 def note_alias(trace: Trace, t: Tensor) -> None:
-    """Note a tensor that is detached: what is written to the result is written to it."""
+    """Note a tensor that is detached: a write to the detached tensor also changes this one."""
     trace.aliases.setdefault(memory_of(t), []).append(t)
 
 
@@ -36,8 +38,8 @@ def note_alias(trace: Trace, t: Tensor) -> None:
 
 
 def write(trace: Trace, call: Call) -> Any:
-    """Run a function that writes into its first argument, or into a copy of it, which then carries
-    the batch where both of them say.
+    """Run a function that writes into its first argument, or into a copy of it, and mark the
+    written tensor. Return the result of the function.
     """
     t = moved_data(call)[0]
     place = _place_written(trace, call, t)
@@ -56,7 +58,7 @@ def write(trace: Trace, call: Call) -> Any:
 
 
 def _place_written(trace: Trace, call: Call, t: Tensor) -> Where:
-    """Return where the tensor that is written to will carry the batch."""
+    """Return where the written tensor will carry the batch."""
     data = [a for a in moved_data(call) if isinstance(a, Tensor)]
     index = {id(a) for a in index_of(call)}
     if any(a is x for a in data for x, _ in call.lost) or call.summed:
@@ -72,7 +74,7 @@ def _place_written(trace: Trace, call: Call, t: Tensor) -> Where:
         return target
     writes_constant = not any(id(a) in places for a in data[1:])
     if target is not None and writes_constant and not choosers and call.function not in RESHAPERS:
-        return target  # a constant is everybody's
+        return target  # a constant does not move samples
     if not places and call.carriers:  # samples choose where a constant goes
         return _place_chosen(trace, call, t)
     destination = written(call, places, t, trace.batch) if places else None
@@ -85,8 +87,8 @@ def _place_written(trace: Trace, call: Call, t: Tensor) -> Where:
 
 
 def _place_chosen(trace: Trace, call: Call, t: Tensor) -> Place | Lost:
-    """Return where a constant carries the batch after indices of samples were used to write another
-    one into it, as in `zeros.scatter_(1, index, 1.0)`: that is tried each time.
+    """Return where a constant carries the batch after a write at positions that the samples choose,
+    as in `zeros.scatter_(1, index, 1.0)`. A trial decides, each time.
     """
     if trace.batch == 1:
         return only_sample(t)
@@ -99,18 +101,20 @@ def _place_chosen(trace: Trace, call: Call, t: Tensor) -> Place | Lost:
 def _check_choosers(
     trace: Trace, call: Call, place: Place, choosers: list[tuple[Tensor, Place]]
 ) -> Place | Lost:
-    """Return the place, if samples choose where their own rows go, and nobody else's."""
+    """Return the place, if each sample chooses positions for its own rows only."""
     if all(x.dtype is torch.bool for x, _ in choosers):  # each sample chooses its own rows
         is_same = all(at == place for _, at in choosers)
         return place if is_same else Lost(f"{call.name} mixes samples", mixed=True)
-    # indices are made of values: only a trial tells whether they keep to their own rows
+    # indices are values: only a trial shows whether each sample writes to its own rows
     if trace.verdicts.of_values(call, place, 0) is not Verdict.APART:
         return Lost(f"{call.name} mixes samples, or changes their order", mixed=True)
     return place
 
 
 def _stays(trace: Trace, call: Call, t: Tensor, places: dict[int, Place]) -> bool:
-    """Return whether rows are written where rows of the same samples are; found without a copy."""
+    """Return whether each row is written over a row of the same sample. This check makes no
+    copy.
+    """
     target, value = places.get(id(t)), call.args[-1] if len(call.args) > 1 else None
     is_plain = call.function is Tensor.__setitem__ and not tensors_in([call.args[1]], {})
     if not (isinstance(value, Tensor) and (is_plain or call.function is Tensor.copy_)):
@@ -118,7 +122,7 @@ def _stays(trace: Trace, call: Call, t: Tensor, places: dict[int, Place]) -> boo
     at = places.get(id(value))
     if not isinstance(target, Layout | Ragged) or not isinstance(at, Layout | Ragged):
         return False
-    # the same index on sample numbers tells whose rows are written to
+    # the same index on sample numbers shows the owners of the rows that are written to
     region = numbers(t, target)[call.args[1] if is_plain else ...]
     place = place_of(region, trace.batch) if region._is_view() else None
     if not isinstance(place, Layout | Ragged) or region.dim() < value.dim():
@@ -130,7 +134,9 @@ def _stays(trace: Trace, call: Call, t: Tensor, places: dict[int, Place]) -> boo
 
 
 def mark_written(trace: Trace, call: Call) -> None:
-    """Mark what shares memory with a tensor that a call wrote into, in place or by `out=`."""
+    """Mark the tensors that share memory with a tensor that a call wrote into, in place or by
+    `out=`.
+    """
     targets: list[Tensor] = tensors_in((), {"out": call.out})
     if call.args and isinstance(call.args[0], Tensor) and call.is_in_place:
         targets = [call.args[0], *targets]
@@ -149,7 +155,9 @@ def mark_written(trace: Trace, call: Call) -> None:
 
 
 def _mark_aliases(trace: Trace, t: Tensor, place: Place | Lost) -> None:
-    """Mark the others: what was written through a view, or behind a detached tensor, is in them."""
+    """Mark the base of a written view, and the tensors that share memory by `detach()`: the write
+    changed them, too.
+    """
     if t._is_view() and t._base is not None:
         _mark_base(trace, t, place)
     for other in trace.aliases.get(memory_of(t), ()):
@@ -160,7 +168,7 @@ def _mark_aliases(trace: Trace, t: Tensor, place: Place | Lost) -> None:
 
 
 def _mark_base(trace: Trace, t: Tensor, place: Place | Lost) -> None:
-    """Mark the tensor that a view is of, after something was written through the view."""
+    """Mark the base of a view after a write through the view."""
     base: Any = t._base
     before = mark_of(base)
     if isinstance(before, Lost) or isinstance(place, Lost) or not _counts_alike(t, base):
@@ -177,9 +185,10 @@ def _mark_base(trace: Trace, t: Tensor, place: Place | Lost) -> None:
 
 
 def _counts_alike(t: Tensor, base: Tensor) -> bool:
-    """Return whether strides of a view count elements of its base, each of them once.
+    """Return whether the strides of a view count whole elements of its base, each element once.
 
-    Those of `z.real` count halves, and those of an expanded view count some more than once.
+    The strides of `z.real` count half elements; those of an expanded view count elements
+    repeatedly.
     """
     is_expanded = any(s == 0 and n > 1 for s, n in zip(t.stride(), t.shape, strict=True))
     return base.dtype == t.dtype and not is_expanded
@@ -189,7 +198,9 @@ def _counts_alike(t: Tensor, base: Tensor) -> bool:
 
 
 def writes_parameter(trace: Trace, call: Call) -> bool:
-    """Return whether a parameter itself is the target, as in a codebook that follows the batch."""
+    """Return whether a call writes into a parameter, as in a codebook that is updated from the
+    batch.
+    """
     if not call.args or not isinstance(call.args[0], Tensor):
         return False
     if not (call.function in WRITERS or call.is_in_place):
@@ -199,7 +210,7 @@ def writes_parameter(trace: Trace, call: Call) -> bool:
 
 
 def lose_written(trace: Trace, call: Call) -> Any:
-    """Run a call that writes what the batch says into a parameter, which is lost then."""
+    """Run a call that writes values of the batch into a parameter. Mark the parameter as lost."""
     out = call.run()
     lost = Lost("a parameter was written with what the batch says", mixed=True)
     for t in (call.args[0], *trace.aliases.get(memory_of(call.args[0]), ())):

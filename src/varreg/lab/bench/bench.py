@@ -1,4 +1,4 @@
-"""`varreg bench` from its plan to what is printed and saved."""
+"""Conduct `varreg bench`: measure, print and save."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INTERRUPTED = 130
 
 
 def conduct(plan: Plan, json: Path | None, command: list[str]) -> int:
-    """Measure, print and save what a plan says; return the exit code."""
+    """Carry out a plan: measure, print and save. Return the exit code."""
     if json is not None:
         store.check_writable(json.absolute().parent)
         if json.is_dir():

@@ -1,4 +1,6 @@
-"""What variance regularization costs: time, memory and operations of whole training steps."""
+"""Measure the cost of variance regularization: time, memory and operations of whole training
+steps.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from varreg.lab.bench.workloads import Workload, part
 
 PHASES = ("forward", "backward", "step")
 Report = Callable[[str, float], None]
-"""Called with the part that is measured, and what share of it is done."""
+"""Called with the part that is being measured, and the share of it that is done."""
 
 
 def run(plan: Plan, report: Report = lambda name, share: None) -> Iterator[dict[str, Any]]:
@@ -37,7 +39,7 @@ def run(plan: Plan, report: Report = lambda name, share: None) -> Iterator[dict[
 
 
 def measure(plan: Plan, case: Case, w: Workload, spec: str, report: Report) -> dict[str, Any]:
-    """Return what one workload costs with one optimizer."""
+    """Return the costs of one workload with one optimizer."""
     arms = (PLAIN, *plan.arms)
     name = f"{w.name}: {spec}"
     report(name, 0.0)
@@ -83,7 +85,7 @@ def _medians(times: list[Parts]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def threads_set_to(n: int) -> Iterator[None]:
-    """Use n threads within."""
+    """Use n threads inside of the `with` block."""
     before = torch.get_num_threads()
     torch.set_num_threads(n)
     try:
@@ -93,8 +95,8 @@ def threads_set_to(n: int) -> Iterator[None]:
 
 
 def memory(case: Case, spec: str, arm: str, threads: int, device: str = "cpu") -> Peak | None:
-    """Return what training needs at its peak: on the CPU in a fresh process, elsewhere of the
-    device's memory; None where nobody tells.
+    """Return the peak memory of training: on the CPU that of a fresh process, elsewhere that of the
+    device; None if it cannot be measured.
     """
     if device != "cpu":
         w = workload_of(case, device)
@@ -120,8 +122,10 @@ def _peak(case: Case, spec: str, arm: str, threads: int) -> Peak:
 
 
 def operations(step: Callable[[], object], steps: int = 5) -> dict[str, float]:
-    """Return the milliseconds of a step in each of torch's operations, without what they call."""
-    # Else the profiler writes lines to the terminal.
+    """Return the milliseconds of a step in each of torch's operations, without the operations that
+    they call.
+    """
+    # Otherwise the profiler writes to the terminal.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for _ in range(steps):

@@ -1,4 +1,4 @@
-"""What `varreg bench` measured, as a file, as tables and in words."""
+"""The results of `varreg bench` as a file, as tables and in words."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import datetime
 from typing import Any
 
 from varreg.lab.bench.costs import PHASES, threads_set_to
-from varreg.lab.bench.plan import EXACT, PLAIN, Plan, groups_of
+from varreg.lab.bench.plan import EXACT, PLAIN, SUMS, Plan, groups_of
 from varreg.lab.bench.timing import Peak, Ratio
 from varreg.lab.environment import device_name, environment, machine
 from varreg.tables import table
 
 
 def record(plan: Plan, rows: list[dict[str, Any]], command: list[str]) -> dict[str, Any]:
-    """Return all that was measured, for a file."""
+    """Return all results, for a file."""
     with threads_set_to(plan.threads):
         head = f"{datetime.date.today()}, {machine(plan.device)}"
     about = {**environment(), "threads": plan.threads, "device": device_name(plan.device)}
@@ -71,7 +71,7 @@ def _cells(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
 
 
 def _used(peaks: dict[str, Peak | None], arm: str) -> str:
-    """Return an arm's memory over the plain step's, and by how much it is more.
+    """Return an arm's memory relative to the plain step's, and the difference.
 
     >>> _used({"plain": Peak(30 << 20, 110 << 20), "exact": Peak(36 << 20, 116 << 20)}, "exact")
     '1.20, +6 MiB'
@@ -83,7 +83,7 @@ def _used(peaks: dict[str, Peak | None], arm: str) -> str:
 
 
 def about(plan: Plan) -> str:
-    """Return what the numbers of the table are."""
+    """Return an explanation of the numbers in the table."""
     memory = (
         "Memory: what training needs at its peak, over the plain one, in fresh processes; without "
         "torch's own code.\n"
@@ -99,7 +99,7 @@ def about(plan: Plan) -> str:
 
 
 def sentences(rows: list[dict[str, Any]]) -> str:
-    """Return what the table says, in words, a line for each workload."""
+    """Return the results in words, one line for each workload."""
     lines: dict[str, list[str]] = {}
     for row in rows:
         costs = [f"{_moments(arm)} cost {_cost(Ratio(*r))}" for arm, r in row["ratio"].items()]
@@ -108,7 +108,9 @@ def sentences(rows: list[dict[str, Any]]) -> str:
 
 
 def _moments(arm: str) -> str:
-    """Return what is measured in an arm, in words."""
+    """Return the moments that an arm measures, in words."""
+    if arm == SUMS:
+        return "sums over elements, without λ,"
     return "exact moments and λ" if arm == EXACT else f"those of {groups_of(arm)} groups"
 
 
@@ -124,8 +126,8 @@ def _cost(r: Ratio) -> str:
 
 
 def profiles(row: dict[str, Any], most: int = 12) -> str:
-    """Return where the time goes: the phases of a step, and the operations that an observed one has
-    more of.
+    """Return the profile of a step: its phases, and the operations in which an observed step takes
+    longer.
     """
     arms = list(row["milliseconds"])
     phases = [[phase, *(f"{row['phases'][arm][phase]:.2f}" for arm in arms)] for phase in PHASES]

@@ -1,4 +1,4 @@
-"""What `varreg bench` measures: workloads, optimizers and arms, checked before anything runs."""
+"""The plan of `varreg bench`: workloads, optimizers and arms, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import torch
 from varreg.errors import VarregError
 from varreg.lab import optimizers, specs
 from varreg.lab.bench.user_workload import UserWorkload
-from varreg.lab.bench.workloads import WORKLOADS, YARDSTICK, Workload, on_device
+from varreg.lab.bench.workloads import WORKLOADS, Workload, on_device
 from varreg.lab.runs.training_device import check_device
 
-PLAIN, EXACT = "plain", "exact"
+PLAIN, EXACT, SUMS = "plain", "exact", "per=model"
 DEFAULTS = ("VRSGD:momentum=0.9", "VRAdam")
 Case = str | UserWorkload
 """A workload of ours by its name, or the user's."""
 
 
 class Plan(NamedTuple):
-    """All that is to be measured; made by `plan`."""
+    """All planned measurements; made by `plan`."""
 
     cases: tuple[Case, ...]
     optimizers: tuple[str, ...]
     """Regularized optimizers, with options."""
     arms: tuple[str, ...]
-    """`exact`, `groups=8`."""
+    """`exact`, `groups=8`; `per=model`: torch's optimizer on a model of which sums are measured."""
     seconds: float
     threads: int
     memory: bool
@@ -51,13 +51,15 @@ def plan(
     profile: bool,
     device: str = "cpu",
 ) -> Plan:
-    """Return the plan of what the command line says; raise if it cannot be carried out."""
+    """Return the plan for the arguments of the command line; raise a VarregError if it cannot be
+    carried out.
+    """
     if user is not None and only is not None:
         raise VarregError(
             "varreg: --only chooses among varreg's own workloads; with --model there is one. Leave "
             "one of them out."
         )
-    cases: tuple[Case, ...] = YARDSTICK if user is None else (user,)
+    cases: tuple[Case, ...] = tuple(WORKLOADS) if user is None else (user,)
     if only is not None:
         cases = tuple(name for name in WORKLOADS if only.lower() in name.lower())
         if not cases:
@@ -75,30 +77,40 @@ def plan(
 
 
 def arms_of(groups: str) -> tuple[str, ...]:
-    """Return what is measured of the samples.
+    """Return the arms, by the moments that they measure.
 
     >>> arms_of("exact,8")
     ('exact', 'groups=8')
     """
     arms = []
     for word in (word.strip() for word in groups.split(",")):
-        if word != EXACT and not (word.isdecimal() and int(word) > 1):
+        known = {"exact": EXACT, "model": SUMS}.get(word)
+        if known is None and not (word.isdecimal() and int(word) > 1):
             raise VarregError(
-                "varreg: --groups must be exact or numbers of groups (2 or more), with commas, as "
-                f"in exact,8; got {groups!r}."
+                "varreg: --groups must be exact, model or numbers of groups (2 or more), with "
+                f"commas, as in exact,8; got {groups!r}."
             )
-        arms.append(EXACT if word == EXACT else f"groups={int(word)}")
+        arms.append(known or f"groups={int(word)}")
     return tuple(dict.fromkeys(arms))
 
 
 def groups_of(arm: str) -> int | None:
     """Return the number of groups of an arm; None where moments are exact."""
-    return None if arm == EXACT else int(arm.removeprefix("groups="))
+    return None if arm in (EXACT, SUMS) else int(arm.removeprefix("groups="))
+
+
+def observed_by(arm: str) -> dict[str, Any]:
+    """Return the options of `varreg.observe` in an arm.
+
+    >>> observed_by("groups=8"), observed_by("per=model")
+    ({'groups': 8}, {'per': 'model'})
+    """
+    return {"per": "model"} if arm == SUMS else {"groups": groups_of(arm)}
 
 
 def base_of(spec: str) -> tuple[str, dict[str, Any]]:
-    """Return the optimizer that a regularized one is compared with: its counterpart, with those of
-    its options that the counterpart has.
+    """Return the base that a regularized optimizer is compared with, with those of its options that
+    the base has.
 
     >>> base_of("VRSGD:momentum=0.9,history=geometric")
     ('SGD', {'momentum': 0.9})
@@ -114,6 +126,6 @@ def base_of(spec: str) -> tuple[str, dict[str, Any]]:
 
 
 def workload_of(case: Case, device: str) -> Workload:
-    """Return the workload on a device; the user's is built and checked."""
+    """Return the workload on a device; build and check it if it is the user's."""
     w = case.workload() if isinstance(case, UserWorkload) else WORKLOADS[case]
     return w if device == "cpu" else on_device(w, device)

@@ -1,4 +1,4 @@
-"""Moments against a loop over single samples: a speed of wrong numbers is of no use to anyone."""
+"""Check moments against a loop over single samples, before anything is timed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import varreg
 from varreg.devices import in_double
 from varreg.errors import MeasurementError, VarregError
-from varreg.lab.bench.plan import groups_of
+from varreg.lab.bench.plan import groups_of, observed_by
 from varreg.lab.bench.workloads import Workload, built, call, part, samples
 from varreg.lab.tasks.randomness import seeded
 from varreg.thresholds import NOISE
@@ -41,17 +41,17 @@ def check_moments(w: Workload, arms: Sequence[str]) -> None:
     plain = _plain_gradients(w, training)
     for arm, expected in zip(arms, truth, strict=True):
         model, x, y = built(w)
-        with varreg.observe(model.train(training), groups_of(arm)):
+        with varreg.observe(model.train(training), **observed_by(arm)):
             w.loss(call(model, x), y).backward()
             _compare(model, expected, plain, f"{w.name}, {arm}", doubt)
-    if doubt:  # of what a mean and a variance do not show: p.grad, outputs
+    if doubt:  # checks what mean and variance do not show: p.grad, outputs
         raise MeasurementError(
             f"varreg: {w.name} is not measured, since its numbers would mean nothing.{doubt}"
         )
 
 
 def _doubt(w: Workload) -> str:
-    """Return what `varreg.verify` says against a model and its loss, or nothing."""
+    """Return the objection of `varreg.verify` to a model and its loss, or an empty text."""
     model, x, y = built(w)
     report = varreg.verify(model.train(), w.loss, (x, y))
     return f"\n{report}" if report.status in ("different", "refused") else ""
@@ -59,7 +59,7 @@ def _doubt(w: Workload) -> str:
 
 def _is_random(w: Workload, training: bool) -> bool:
     """Return whether the loss is random. Dropout draws other numbers for the batch than for its
-    single samples: such a model is checked in eval mode.
+    single samples, so such a model is checked in eval mode.
     """
     model, x, y = built(w)
     model.train(training)
@@ -136,11 +136,13 @@ def _compare(
             if name not in expected:
                 continue
             truth, moments = expected[name][i], varreg.moments(p)
-            got = (
-                torch.zeros_like(truth)
-                if moments is None
-                else (moments.mean, moments.variance)[i].to(truth.device).to(truth.dtype)
-            )
+            got = torch.zeros_like(truth)
+            if isinstance(moments, varreg.Totals):  # of the same size: a mean over elements
+                square = (moments.total_mean_square, moments.total_variance)[i] / truth.numel()
+                got = (square if i else square.sqrt()).to(truth).expand_as(truth)
+                truth = (truth.mean() if i else truth.square().mean().sqrt()).expand_as(truth)
+            elif moments is not None:
+                got = (moments.mean, moments.variance)[i].to(truth.device).to(truth.dtype)
             off, mean = _size(got - truth), expected[name][0]
             own = _size(plain.get(name, mean) - mean) / (_size(mean) or 1.0)  # torch's own gap
             if not off <= (0.01 + NOISE * own) * _size(truth) + floor * largest:

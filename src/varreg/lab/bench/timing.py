@@ -1,5 +1,5 @@
-"""How speeds are measured here: ratios of steps that ran in the same round, and the peak memory of
-a fresh process.
+"""Measure speeds as ratios of steps that ran in the same round, and the peak memory of a fresh
+process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Parts = tuple[float, ...]
 
 
 class Ratio(NamedTuple):
-    """The median of ratios, and where all but a tenth of them at either end lie."""
+    """The median of ratios, with their 10 % and 90 % quantiles."""
 
     middle: float
     low: float
@@ -37,7 +37,7 @@ class Ratio(NamedTuple):
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """Return a quantile, with straight lines between the values.
+    """Return a quantile, with linear interpolation between values.
 
     >>> quantile([3.0, 1.0, 2.0], 0.5), quantile([1.0, 2.0], 0.25)
     (2.0, 1.25)
@@ -49,7 +49,8 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 
 def ratio(these: Sequence[float], over: Sequence[float]) -> Ratio:
-    """Return the ratio, round by round: what slows the machine down for a while slows both.
+    """Return the ratio, computed round by round: a temporary slowdown of the machine affects both
+    steps.
 
     >>> print(ratio([2.0, 20.0, 2.2], [1.0, 10.0, 1.0]))
     2.00 (2.00–2.16)
@@ -78,11 +79,12 @@ def rounds(
     warm_up: int = 2,
     tick: Callable[[float], None] = lambda share: None,
 ) -> dict[str, list[Parts]]:
-    """Run every step once in each round, for so many seconds and `least` rounds; return the times.
+    """Run every step once in each round, for at least `seconds` and at least `least` rounds. Return
+    the times.
 
-    The order is drawn anew for every second round and reversed in the one after it, so that over
-    all rounds no step has the better place: after a pause, or after itself, with its data still in
-    the cache. `tick` is called between rounds with the share that is done.
+    A new random order is drawn for every second round, and reversed in the next round, so that no
+    step has a better position over all rounds: after a pause, or after itself, with its data still
+    in the cache. `tick` is called between rounds with the share that is done.
     """
     order, draw = list(steps), random.Random(0)
     for step in list(steps.values()) * warm_up:
@@ -107,7 +109,9 @@ def totals(times: Sequence[Parts]) -> list[float]:
 
 
 def in_a_fresh_process(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a function in a fresh process; raise MemoryError if that was killed."""
+    """Return the result of a function in a fresh process; raise a MemoryError if the process was
+    killed.
+    """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(function, *args, **kwargs).result()
@@ -118,42 +122,57 @@ def in_a_fresh_process(function: Callable[P, R], *args: P.args, **kwargs: P.kwar
 
 
 PEAK_IS_KNOWN = Path("/proc/self/clear_refs").exists()
-"""Whether a process can ask for its peak: Linux alone tells."""
+"""Whether a process can read its peak memory: only on Linux."""
 
 
 class Peak(NamedTuple):
-    """Bytes that a process needs at its peak, beyond what it needs to be there."""
+    """The peak memory of a process in bytes, minus its memory before the step."""
 
     training: int
-    """With the code of torch's operations in memory already."""
+    """The peak without the code of torch's operations, which is loaded before."""
     all: int
-    """With that code, which every process needs: it hides what a small model needs."""
+    """The peak with that code, which every process needs; it hides the memory of a small model."""
 
 
 def peak(
     rehearse: Callable[[], object], make: Callable[[], Callable[[], object]], steps: int = 5
 ) -> Peak:
-    """Return what this process needs to make a step and run it; `rehearse` brings torch's code into
-    memory, with little else.
+    """Return the peak memory of making and running a step in this process. `rehearse` loads torch's
+    code first, with little other memory.
     """
-    idle = _status("VmRSS")
+    idle = resident()
     rehearse()
-    gc.collect()
-    with contextlib.suppress(AttributeError):  # glibc has it
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed is not to be taken for needed
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    ready = _status("VmRSS")
+    ready = ready_for_peak()
     step = make()
     for _ in range(steps):
         step()
-    highest = _status("VmHWM")
+    highest = peak_so_far()
     return Peak(highest - ready, highest - idle)
+
+
+def ready_for_peak() -> int:
+    """Give back what was freed, let the peak start anew, and return the bytes that are held."""
+    gc.collect()
+    with contextlib.suppress(AttributeError):  # glibc has it
+        ctypes.CDLL(None).malloc_trim(0)  # freed memory must not count as needed
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
+    return resident()
+
+
+def resident() -> int:
+    """Return the bytes that this process holds."""
+    return _status("VmRSS")
+
+
+def peak_so_far() -> int:
+    """Return the most bytes that this process held since its peak started anew."""
+    return _status("VmHWM")
 
 
 def device_peak(
     device: torch.device, make: Callable[[], Callable[[], object]], steps: int = 5
 ) -> Peak | None:
-    """Return what a step needs of a device's memory; None where its module does not count that."""
+    """Return the peak of a device's memory in a step; None if its module does not count memory."""
     module = torch.get_device_module(device)
     if not hasattr(module, "max_memory_allocated"):
         return None

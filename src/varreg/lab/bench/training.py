@@ -1,4 +1,4 @@
-"""A model with its optimizer, as `varreg bench` trains it."""
+"""A model with its optimizer, for `varreg bench`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 import varreg
 from varreg.lab import optimizers, specs
 from varreg.lab.bench import timing
-from varreg.lab.bench.plan import PLAIN, base_of, groups_of
+from varreg.lab.bench.plan import PLAIN, SUMS, base_of, observed_by
 from varreg.lab.bench.timing import Parts
 from varreg.lab.bench.workloads import Workload, built, call
 
 LR = 1e-6
-"""So small that the model stays where it is: every round has the same work, with numbers of an
-ordinary size.
+"""A learning rate so small that the model hardly changes: every round has the same work, with
+values of usual size.
 """
 
 
@@ -25,8 +25,8 @@ class Training:
     def __init__(self, w: Workload, spec: str, arm: str):
         model, self.x, self.y = built(w)
         self.model, self.loss_of, self.loss = model.train(), w.loss, torch.zeros(())
-        self.observer = None if arm == PLAIN else varreg.observe(model, groups_of(arm))
-        name, options = base_of(spec) if arm == PLAIN else specs.parse(spec)
+        self.observer = None if arm == PLAIN else varreg.observe(model, **observed_by(arm))
+        name, options = base_of(spec) if arm in (PLAIN, SUMS) else specs.parse(spec)
         self.optimizer = optimizers.build(name, model.parameters(), LR, options)
         self.on_cpu = all(p.is_cpu for p in model.parameters())
 
@@ -42,7 +42,7 @@ class Training:
         self._wait()
 
     def step(self) -> None:
-        """Let the optimizer step."""
+        """Take a step of the optimizer."""
         self.optimizer.step()
         self._wait()
 
@@ -51,6 +51,6 @@ class Training:
         return timing.timed(self.forward, self.backward, self.step)
 
     def _wait(self) -> None:
-        """Wait for what a device has been given to do."""
+        """Wait until the device has finished its work."""
         if not self.on_cpu:
             torch.accelerator.synchronize()

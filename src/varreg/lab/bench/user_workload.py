@@ -1,4 +1,4 @@
-"""A model of the user's own as a workload: what the command line says of it, checked."""
+"""A user's model as a workload: build it from the arguments of the command line, and check it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from varreg._torch import tree_leaves, tree_map
 from varreg.errors import VarregError
 from varreg.lab import specs
 from varreg.lab.bench.workloads import Batch, Workload, built, call, images
-from varreg.lab.tasks.validation import check_loss
+from varreg.lab.tasks.check_task import check_loss
 
 
 class UserWorkload(NamedTuple):
-    """What the command line says of a user's model: plain words, so that another process can build
-    the same.
+    """The arguments of the command line for a user's model, as text, so that another process can
+    build the same.
     """
 
     model: str
@@ -37,7 +37,7 @@ class UserWorkload(NamedTuple):
         return made
 
     def _model(self) -> Callable[[], nn.Module]:
-        """Return what makes the model."""
+        """Return a function that makes the model."""
         imported, options = specs.resolve(self.model, "--model")
         if isinstance(imported, nn.Module):
             specs.refuse_options(options, f"--model {self.model}, a model that is at hand,")
@@ -60,7 +60,7 @@ class UserWorkload(NamedTuple):
         return make
 
     def _batch(self) -> Callable[[], Batch]:
-        """Return what makes the batch."""
+        """Return a function that makes the batch."""
         if self.batch is None:
             return self._random()
         imported, options = specs.resolve(self.batch, "--batch")
@@ -87,7 +87,7 @@ class UserWorkload(NamedTuple):
         return make
 
     def _random(self) -> Callable[[], Batch]:
-        """Return what draws a batch of the shape that is given."""
+        """Return a function that draws a random batch of the given shape."""
         if self.input is None or self.classes is None:
             raise VarregError(
                 "varreg: --model needs a batch: --batch package.module:function, which returns "
@@ -131,8 +131,8 @@ def workload_of_command(
     classes: int | None,
     batch_size: int | None,
 ) -> UserWorkload | None:
-    """Return what the command line says of a user's model, or None where it names none; raise if
-    its options contradict each other.
+    """Return the user's workload, or None if the command line names no model; raise a VarregError
+    if its options contradict each other.
     """
     random = {"--input": input, "--classes": classes, "--batch-size": batch_size}
     given = {"--batch": batch, "--loss": loss, **random}
@@ -153,7 +153,7 @@ def workload_of_command(
 
 
 def _kind(value: Any) -> str:
-    """Return what a value is, in a word."""
+    """Return the kind of a value in one word."""
     return "None" if value is None else type(value).__name__
 
 
@@ -170,7 +170,7 @@ def check(w: Workload, user: UserWorkload) -> None:
             "varreg: the batch must be tensors with one row for each of two or more samples; got "
             f"{shapes[0]} as inputs and {shapes[1]} as targets."
         )
-    model.eval()  # without randomness; of BatchNorm the observer will speak
+    model.eval()  # without randomness; the observer will refuse BatchNorm
     try:
         output = call(model, x)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""An experiment from its plan to what is printed: runs, what is shown meanwhile, and the report."""
+"""Conduct an experiment: do its runs, show progress, and print the report."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def conduct(
 ) -> int:
     """Do the runs of an experiment, build and print its report; return the exit code.
 
-    Ctrl-C leaves a partial report and what is needed to go on. Of a team of processes, the first
-    one prints and reports.
+    Ctrl-C leaves a partial report, and the experiment can be continued. In a team of processes,
+    only the first one prints and writes the report.
     """
     team = Team.of_torchrun()
     jobs = jobs or max(cores() // team.here, 1)
@@ -86,6 +86,6 @@ def conduct_theory(out: Path, command: list[str]) -> int:
 
 
 def _print_report(console: Console, page: Path, findings: Findings) -> None:
-    """Print the verdict, and where the page is."""
+    """Print the verdict and the path of the page."""
     console.print(text(findings), soft_wrap=not console.is_terminal)
     console.print(f"\nReport: {page}", soft_wrap=True)

@@ -1,4 +1,6 @@
-"""The runs of an experiment, carried out: checked before, shared out, and kept in its folder."""
+"""Carry out the runs of an experiment: check it first, divide the runs among processes, and save
+them in its folder.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,13 @@ from varreg.lab.runs.config import Config, Results
 from varreg.lab.runs.pool import Pool
 from varreg.lab.runs.run import Run
 from varreg.lab.runs.team import Team
-from varreg.lab.tasks import lookup, validation
+from varreg.lab.tasks import check_task, lookup
 
 ELSEWHERE = "Choose another folder with --out."
 
 
 class Watcher(Protocol):
-    """Whoever is told of what happens."""
+    """The interface of an observer of an experiment's progress."""
 
     def planned(self, configs: list[Config], done: int) -> None: ...
     def progress(self, name: str, step: int, total: int, loss: float | None) -> None: ...
@@ -38,11 +40,12 @@ def begin(
     """Check that an experiment can be done, before anything is trained, and write its record;
     return the fingerprint of its task.
 
-    A folder that has another experiment in it is an error, as is a task that has changed since.
+    Raise a VarregError if the folder has another experiment in it, or if the task has changed
+    since.
     """
     record = _known_record(experiment, folder)
     configs = experiment.plan({})
-    fingerprint = validation.check(configs[0].task, data_dir, configs[0].batch)
+    fingerprint = check_task.check(configs[0].task, data_dir, configs[0].batch)
     for config in {config.optimizer: config for config in configs}.values():
         Run(config, None, data_dir).verify()
     lookup.load.cache_clear()  # the other processes read the data for themselves
@@ -90,8 +93,8 @@ def _known_record(experiment: TrainingExperiment, folder: Path) -> dict[str, Any
 
 
 def _extended(experiment: TrainingExperiment, folder: Path) -> TrainingExperiment:
-    """Return the experiment such that it goes on with what is in its folder; `begin` says whether
-    it can.
+    """Return the experiment, extended by the saved arguments in its folder. `begin` checks whether
+    it fits them.
     """
     store.check_inside(folder, folder / FILE)
     if not (folder / FILE).exists():
@@ -110,11 +113,11 @@ def carry_out(
     command: list[str],
     team: Team | None = None,
 ) -> Results:
-    """Do all runs, `jobs` at a time, but those that are there; return the results of all. Where
-    the folder has the same experiment with fewer seeds or trials, it is extended.
+    """Do all runs that are not saved yet, `jobs` at a time; return the results of all. If the
+    folder has the same experiment with fewer seeds or trials, it is extended.
 
-    In a team, every process goes through the same plan and takes the runs that no other one is at,
-    until all of them have ended.
+    In a team, every process goes through the same plan and takes runs that no other process works
+    on, until all have ended.
     """
     team = team or Team.alone()
     store.check_writable(folder)
@@ -142,4 +145,4 @@ def carry_out(
                 results[config.name] = result
                 watcher.ended(config, result)
             if len(results) == before:
-                time.sleep(0.1)  # other processes are at all that is left
+                time.sleep(0.1)  # other processes work on all remaining runs

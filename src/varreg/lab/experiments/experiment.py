@@ -1,4 +1,4 @@
-"""What an experiment is: a plan, what its results say, and the page that shows it."""
+"""The interface of experiments: a plan, an analysis of its results, and a page."""
 
 from __future__ import annotations
 
@@ -27,21 +27,23 @@ class Planned(Protocol):
 
 
 class Experiment(Protocol):
-    """What `varreg compare`, `varreg reproduce` and `varreg theory` are."""
+    """The base class of `varreg compare`, `varreg reproduce`, `varreg scaling` and `varreg
+    theory`.
+    """
 
     @property
     def kind(self) -> str: ...
 
     def plan(self, results: Kept) -> Sequence[Planned]:
-        """Return all that is known to be needed, given the results so far. Pure."""
+        """Return all work that is known to be needed, given the results so far. Pure."""
         ...
 
     def read(self, folder: Path) -> Kept:
-        """Return the results in a folder, by name. A damaged one is an error."""
+        """Return the results in a folder, by name. Raise a DamagedError if one is damaged."""
         ...
 
     def analyze(self, results: Kept) -> Findings:
-        """Return what the results say. Pure."""
+        """Return the findings from the results, in plain values. Pure."""
         ...
 
     def page(self, results: Kept, findings: Findings, about: str) -> Page:
@@ -49,7 +51,7 @@ class Experiment(Protocol):
         ...
 
     def guard(self, folder: Path) -> AbstractContextManager[None]:
-        """Turn what analysis or page raise over damaged results into an error that says so."""
+        """Turn errors of analysis and page about damaged results into a `DamagedError`."""
         ...
 
 
@@ -58,14 +60,14 @@ class TrainingExperiment(ABC):
 
     kind: ClassVar[str]
     growing: ClassVar[tuple[str, ...]] = ("seeds",)
-    """Arguments that may be larger than those of the runs that are there: these are extended."""
+    """Arguments that may grow: with larger values, a saved experiment is extended."""
 
     def extending(self, saved: dict[str, Any]) -> TrainingExperiment:
-        """Return this experiment such that it keeps all that was saved with smaller arguments."""
+        """Return this experiment with all runs that were saved with smaller arguments."""
         return self
 
     def extends(self, saved: dict[str, Any]) -> bool:
-        """Return whether it is the experiment of saved arguments, or asks for more of the same."""
+        """Return whether this experiment equals or extends one with the saved arguments."""
         now = store.as_saved(self.arguments())
         free = (*self.growing, "tried")
         same = all(saved.get(key) == now.get(key) for key in {*saved, *now} if key not in free)
@@ -75,7 +77,7 @@ class TrainingExperiment(ABC):
 
     @abstractmethod
     def arguments(self) -> dict[str, Any]:
-        """Return all that the plan depends on, as `experiment.json` keeps it."""
+        """Return all arguments that the plan depends on, as in `experiment.json`."""
 
     @abstractmethod
     def about(self) -> str:
@@ -98,7 +100,7 @@ class TrainingExperiment(ABC):
         return contextlib.nullcontext()
 
     def terminal_table(self, findings: Findings) -> str:
-        """Return the table of arms for the terminal; nothing where there is none."""
+        """Return the table of arms for the terminal; an empty text if there is none."""
         return ""
 
     def runs_by_arm(self, results: Results) -> Arms:

@@ -1,4 +1,4 @@
-"""The kinds of experiment, by the name that `experiment.json` has for them."""
+"""The kinds of experiments, by their names in `experiment.json`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ KINDS: dict[str, Callable[[dict[str, Any]], Experiment]] = {
     Scaling.kind: Scaling.of,
     Theory.kind: Theory.of,
 }
-"""What makes an experiment of its saved arguments."""
+"""Functions that make an experiment from its saved arguments."""
 
 
 def restore(folder: Path, record: dict[str, Any]) -> Experiment:
-    """Return the experiment that a record describes. Nothing that it names is imported or run."""
+    """Return the experiment that a record describes. Names in the record are not imported or
+    run.
+    """
     if record["kind"] not in KINDS:
         expected = f"one of the kinds {', '.join(KINDS)}"
         raise store.damaged(folder / FILE, expected, repr(record["kind"]), RESTORE)

@@ -1,4 +1,4 @@
-"""`experiment.json`: what was written down of an experiment before it began."""
+"""`experiment.json`: the record of an experiment, written before it begins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RESTORE = "Restore it, or choose another folder: without it, nobody knows what t
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Return what an experiment.json says: at least a kind and arguments."""
+    """Return the contents of an experiment.json: at least a kind and arguments."""
     record: dict[str, Any] = store.read_json(path, RESTORE)
     if fault := schema.record_file_fault(record):
         raise store.damaged(path, "what was written down of an experiment", fault, RESTORE)
@@ -21,7 +21,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def read_record_of(folder: Path) -> dict[str, Any]:
-    """Return what was written down of the experiment in a folder, which may be someone else's."""
+    """Return the record of the experiment in a folder, which may be someone else's."""
     path = folder / FILE
     if not folder.is_dir():
         raise VarregError(f"varreg: {folder} is no folder.")

@@ -1,4 +1,4 @@
-"""The results of an experiment's runs, from its folder."""
+"""Read the results of an experiment's runs from its folder."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from varreg.lab.runs.resume import read_result
 
 
 def read_results(plan: Callable[[Results], list[Config]], folder: Path) -> Results:
-    """Return the results that are there, by name.
+    """Return the saved results, by name.
 
-    One that is damaged, or of another configuration, is an error. What is planned depends on the
-    results so far, so that it is read until nothing new comes.
+    Raise a DamagedError if a result is damaged or of another configuration. The plan depends on the
+    results so far, so results are read until the plan has no new ones.
     """
     store.check_inside(folder, folder / "runs")
     results: Results = {}

@@ -1,4 +1,4 @@
-"""With what is trained: torch's optimizers, ours, and related methods."""
+"""The optimizers of the lab: torch's, ours, and related methods."""
 
 from varreg.lab.optimizers.registry import OPTIMIZERS, Entry, build, check, entry, parse
 

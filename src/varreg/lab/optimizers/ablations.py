@@ -1,8 +1,8 @@
-"""Ablations: the same optimizer with the information in λ taken out, to see if it is that which
+"""Ablations: the same optimizer without the information in λ, to see whether this information
 helps.
 
-Each makes of a regularized optimizer's class one whose λ is replaced, at every step, after it was
-computed as ever:
+Each returns a subclass of a regularized optimizer whose λ is computed as usual, and then replaced
+at every step:
 
 - `mean`: by its mean over all coordinates, weighted by the squared change, and over all steps so
   far. What is left is a factor of the learning rate, that tells neither coordinates nor steps
@@ -43,7 +43,7 @@ class _Shuffled(Regularized):
 
     def _replace_lambda(self, steps: list[ParameterStep]) -> None:
         generator = torch.Generator()
-        # One λ for each parameter: these change places.
+        # One λ for each parameter: these are exchanged.
         single = [step for step in steps if step.lam.dim() == 0]
         if single:
             generator.manual_seed(int(single[0].state["vr_steps"]))
@@ -52,7 +52,7 @@ class _Shuffled(Regularized):
             ]
             for step, lam in zip(single, lams, strict=True):
                 step.lam = lam
-        # Seeded by the step's number: a run that is resumed shuffles as one that was not.
+        # Seeded by the number of the step: a resumed run shuffles in the same way.
         for i, step in enumerate(steps):
             generator.manual_seed(1_000_003 * int(step.state["vr_steps"]) + i)
             flat = step.lam.reshape(-1)

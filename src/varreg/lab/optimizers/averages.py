@@ -1,4 +1,4 @@
-"""SGD that is judged at an average of its iterates, and so needs no schedule."""
+"""Variants of SGD that are evaluated at an average of their iterates, and so need no schedule."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DECAY = 8
 
 @torch.no_grad()
 def swap_averages(optimizer: Optimizer) -> None:
-    """Put averages in the place of the parameters; called again, put them back."""
+    """Swap the parameters and their averages; a second call swaps them back."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             if "average" in optimizer.state[p]:
@@ -29,8 +29,8 @@ def swap_averages(optimizer: Optimizer) -> None:
 
 
 class AveragedSGD(SGD):
-    """torch's SGD, judged at an average of its iterates that forgets: the weight of step t is
-    9/(t + 8).
+    """torch's SGD, evaluated at a forgetting average of its iterates: the weight of step t is 9/(t
+    + 8).
     """
 
     @torch.no_grad()
@@ -45,13 +45,13 @@ class AveragedSGD(SGD):
         return loss
 
     def swap_average(self) -> None:
-        """Put the average in the place of the parameters; called again, put them back."""
+        """Swap the parameters and their average; a second call swaps them back."""
         swap_averages(self)
 
 
 class ScheduleFreeSGD(Optimizer):
     """Schedule-free SGD (Defazio et al. 2024): gradients are taken between z, which SGD moves, and
-    its average x, which is judged.
+    its average x, which is evaluated.
 
         y = (1 − β)·z + β·x,   z ← z − α·∇f(y),   x ← (1 − 1/t)·x + z/t
 
@@ -85,5 +85,5 @@ class ScheduleFreeSGD(Optimizer):
         return loss
 
     def swap_average(self) -> None:
-        """Put x in the place of the parameters; called again, put y back."""
+        """Swap the parameters y and the average x; a second call swaps them back."""
         swap_averages(self)

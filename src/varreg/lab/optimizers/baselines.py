@@ -1,4 +1,4 @@
-"""Related methods, each from its own paper's formula, to compare with."""
+"""Related methods for comparisons, each by the formula of its own paper."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ class DoG(Optimizer):
 
     def _update(self, params: list[Tensor], groups: list[dict[str, Any]]) -> None:
         """Update parameters that share one η. Each state has a copy of the two sums, since a state
-        dict knows nothing but parameters.
+        dict has entries of parameters only.
         """
         for p, group in zip(params, groups, strict=True):
             if "x0" not in self.state[p]:
@@ -208,7 +208,7 @@ class DoG(Optimizer):
             state["average"].lerp_(p.detach(), (1 + DECAY) / (state["steps"] + DECAY))
 
     def swap_average(self) -> None:
-        """Put the average in the place of the parameters; called again, put them back."""
+        """Swap the parameters and their average; a second call swaps them back."""
         swap_averages(self)
 
 
@@ -220,14 +220,14 @@ class LDoG(DoG):
 
 
 class LossSGD(Optimizer):
-    """SGD whose step is shorter where the loss of the batch is larger: λ of the regularizer, from
-    the loss ℓ in place of a variance.
+    """SGD with a shorter step if the loss of the batch is larger: λ of the regularizer, from the
+    loss ℓ in place of a variance.
 
         λ = (1+s)/(1 + s·ℓᵖ/ρ̄)        ρ̄: the harmonic mean of ℓᵖ over all steps so far
         x ← x − α·λ·ḡ
 
-    What it needs is there anyway: where λ from the variance helps, it has to help more than this. p
-    is `power`. A step needs a closure that returns the loss, which must not be negative.
+    It needs no variance. So if λ from the variance helps, it must help more than this. p is
+    `power`. A step needs a closure that returns the loss, which must not be negative.
     """
 
     def __init__(self, params: ParamsT, lr: float = 1e-3, s: float = 2.0, power: float = 1.0):

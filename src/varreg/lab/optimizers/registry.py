@@ -23,18 +23,18 @@ from varreg.options import DEFAULTS
 
 
 class Entry(NamedTuple):
-    """An optimizer, and the learning rates in which its best one is looked for unless a range is
-    given.
-    """
+    """An optimizer, with the default range of learning rates for its tuning."""
 
     cls: type[Optimizer]
-    """Of one that is imported, torch's own base class: nothing is imported to make an entry."""
+    """The class; torch's base class for an optimizer that is still to be imported, since entries
+    import nothing.
+    """
     low: float
     high: float
 
     @property
     def regularized(self) -> bool:
-        """Return whether it is one of varreg's."""
+        """Return whether the optimizer is one of varreg's."""
         return issubclass(self.cls, Regularized)
 
     @property
@@ -45,7 +45,7 @@ class Entry(NamedTuple):
 
 _SGD, _ADAM = (3e-3, 3.0), (1e-4, 1e-1)
 _RANGES = {"SGD": _SGD, "ASGD": _SGD, "Adagrad": (1e-3, 1.0), "Adadelta": (0.03, 30.0)}
-"""Learning rates, by torch's name of an optimizer; those of all others are Adam's."""
+"""Ranges of learning rates, by torch's name of an optimizer; all others have Adam's range."""
 _UNREGULARIZED = ("RAdam", "Adamax", "ASGD")
 
 
@@ -97,14 +97,14 @@ def entry(name: str) -> Entry:
 
 
 def class_of(name: str) -> Any:
-    """Return the class of an optimizer; what is not varreg's or torch's is imported."""
+    """Return the class of an optimizer; import it if it is neither varreg's nor torch's."""
     module, _, imported = name.partition(":")
     return specs.import_name(module, imported) if imported else entry(name).cls
 
 
 def check(name: str, options: dict[str, Any]) -> None:
-    """Raise, before any training, if an optimizer does not take these options, beside those that
-    say how a run trains.
+    """Raise a VarregError, before any training, if an optimizer does not take these options.
+    Options of the recipe are left out.
     """
     rest = recipe.split(options, name)[1]
     build(name, [("p", torch.nn.Parameter(torch.zeros(1)))], 1.0, rest)
@@ -138,7 +138,7 @@ def build(
         if name == WRAPPER:
             return _wrapped(cls, given, lr, options)
         _check_options(name, cls, options)
-        # Those of others may not know parameters with names.
+        # Optimizers of other libraries may not accept named parameters.
         plain = [p[1] if ":" in name and isinstance(p, tuple) else p for p in given]
         made = cls(plain, lr=lr, **options)
     except Exception as error:  # torch's own checks raise many kinds
@@ -154,10 +154,10 @@ def build(
 
 
 def _check_options(name: str, cls: Any, options: dict[str, Any]) -> None:
-    """Raise where an option is none of the class's."""
+    """Raise a VarregError if the class has no such option."""
     try:
         taken = inspect.signature(cls).parameters
-    except (TypeError, ValueError):  # not callable, or in C: it will say so itself
+    except (TypeError, ValueError):  # not callable, or written in C: it will raise its own error
         return
     if any(p.kind is p.VAR_KEYWORD for p in taken.values()) and ":" in name:
         return

@@ -1,8 +1,8 @@
-"""One page that says what came out, from saved results alone: HTML that needs no network, and the
-same as figures and tables beside it.
+"""Build the report of an experiment from saved results alone: an HTML page that needs no network,
+with figures and tables as files beside it.
 
-The folder may be someone else's: nothing that it names is imported or run, and no link is followed
-out of it.
+The folder may be someone else's: names in it are not imported or run, and links out of it are not
+followed.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ TAGS = {
     "theory": "what holds, and what does not",
     "unexpected": "not what was found before",
 }
-"""What a page says of each kind of verdict."""
+"""The words of a page for each kind of verdict."""
 
 
 def build(folder: Path) -> tuple[Path, Findings]:
-    """Build the report in a results folder; return the page, and what it says.
+    """Build the report in a results folder; return the path of the page, and the findings.
 
-    All files are written whole or not at all.
+    Each file is written completely or not at all.
     """
     record = read_record_of(folder)
     store.check_writable(folder)
@@ -88,8 +88,8 @@ def _html(page: Page, head: dict[str, Any], findings: Findings) -> str:
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> None:
-    """Write files by their names. Each takes the place of what was there, so that no link is
-    followed; the folder of figures might be one.
+    """Write files by their names. Each replaces an existing file, so that links are not followed.
+    The folder of figures might be a link.
     """
     store.check_inside(folder, folder / "figures")
     try:

@@ -1,4 +1,4 @@
-"""Figures that several experiments have. Each function returns a figure, and changes nothing."""
+"""Figures of several experiments. Each function returns a new figure."""
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ def _longest(runs: Runs, table: str, key: str) -> np.ndarray:
 
 
 def _smooth(rows: np.ndarray, points: int = 60) -> np.ndarray:
-    """Return the median over seeds and over neighbours in time: infinite values, where a signal
-    drowns in noise, do not tear it.
+    """Return the median over seeds and over neighbouring steps, which infinite values do not
+    interrupt.
     """
     n = rows.shape[1]
     half = max(0, n // points // 2)

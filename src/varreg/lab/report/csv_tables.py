@@ -58,7 +58,7 @@ def curves_table(arms: Arms) -> Rows:
 
 
 def csv_of(rows: Rows) -> bytes:
-    """Write rows as CSV."""
+    """Return rows as the bytes of a CSV file."""
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()
@@ -67,6 +67,6 @@ def csv_of(rows: Rows) -> bytes:
 
 
 def _cell(value: Any) -> Any:
-    """Return a value that no spreadsheet takes for a formula."""
+    """Return a value that no spreadsheet interprets as a formula."""
     formula = isinstance(value, str) and len(value) > 1 and value[0] in "=+-@"
     return f"'{value}" if formula else value

@@ -1,4 +1,4 @@
-"""A report as it is collected, piece by piece: sections of figures and tables."""
+"""The document of a report: sections of figures and tables, added one by one."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from varreg.lab.report.csv_tables import Rows
 from varreg.lab.report.style import STYLE, save, say_scales
 
 Findings = dict[str, Any]
-"""What results say, in plain values: `results.json`. All have a `verdict` and `warnings`."""
+"""The findings from results in plain values, as in `results.json`. All have a `verdict` and
+`warnings`.
+"""
 
 
 class Page:
-    """What the template shows, collected piece by piece; and `tables`, rows to be kept as CSV."""
+    """The contents of the template, added piece by piece; and `tables`, rows to be saved as CSV."""
 
     def __init__(self, title: str, about: str, tables: dict[str, Rows]) -> None:
         self.title, self.about, self.tables = title, about, tables

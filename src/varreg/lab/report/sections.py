@@ -1,4 +1,4 @@
-"""Sections that the pages of several experiments have."""
+"""Sections that the pages of several experiments share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BANDS = "Lines are means over seeds, bands their range."
 
 
 def statistics_section(page: Page, arms: Arms) -> None:
-    """Add what λ, ρ and the noise did, where there are any."""
+    """Add the section on λ, ρ and the noise, if they were measured."""
     measured = {
         name: runs for name, runs in arms.items() if all(run["statistics"]["step"] for run in runs)
     }

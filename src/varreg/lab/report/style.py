@@ -1,4 +1,4 @@
-"""How figures look, and the pieces that they share."""
+"""The style of figures, and their shared parts."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ from matplotlib.ticker import (
 from varreg.lab.report.format import WORDS
 
 COLORS = ("#3b4252", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b58900", "#56b4e9", "#8c564b")
-"""Told apart by everyone; the first is the base's."""
+"""Colours that colour-blind readers can distinguish; the first is the base's."""
 DASHES: Any = (
     *("-", "--", "-.", ":"),
     *((0, (6, 1.5)), (0, (3, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 3))),
 )
-"""Of lines, in the order of their colours: what lies over another leaves some of it to be seen."""
+"""Dashes and widths of lines, in the order of their colours: a line above another leaves some of it
+visible.
+"""
 FAR = 1000.0
-"""How many times the median an axis reaches, at most."""
+"""The largest value on an axis, as a multiple of the median."""
 STYLE: Any = {
     "font.family": "sans-serif",
     "font.size": 10,
@@ -53,7 +55,7 @@ STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "varreg",
     "text.usetex": False,
-    "text.parse_math": False,  # labels come from files, and a $ in them is a $
+    "text.parse_math": False,  # labels come from files, and a $ in them must not start mathematics
 }
 UNITS = {"step": "steps", "seconds": "seconds of training"}
 TITLES = {**WORDS, "train_accuracy": "training accuracy", "valid_accuracy": "validation accuracy"}
@@ -98,7 +100,7 @@ def wrapped(label: str) -> str:
 
 
 def legend(figure: Figure, axes: Axes) -> None:
-    """Put a legend below the panels, where it hides nothing."""
+    """Add a legend below the panels, where it hides nothing."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         labels = [wrapped(label) for label in labels]
@@ -110,9 +112,9 @@ def legend(figure: Figure, axes: Axes) -> None:
 
 
 def scale(axes: Axes, values: Sequence[float]) -> float:
-    """Make the axis logarithmic where that shows more; return where it ends.
+    """Make the axis logarithmic if that shows more; return its upper end.
 
-    It ends at FAR times the median: one run that broke does not press all others into a line.
+    It ends at FAR times the median, so that one run that diverged does not compress all others.
     """
     seen = [v for v in values if math.isfinite(v) and v > 0]
     if seen and max(seen) > 20 * min(seen):
@@ -155,7 +157,7 @@ def tick(value: float) -> str:
 
 
 def padded(rows: Sequence[Sequence[float]]) -> np.ndarray:
-    """Return rows of one length, with nan for what runs lack that ended before the others."""
+    """Return rows of equal length, filled with nan for runs that ended before the others."""
     length = max(map(len, rows))
     return np.array([[*row, *[math.nan] * (length - len(row))] for row in rows], dtype=float)
 
@@ -170,8 +172,8 @@ def band(
 ) -> list[float]:
     """Draw the mean over seeds and their range; return the values drawn.
 
-    Lines of different `place` have different colours, dashes and widths, so that those that
-    coincide are told apart.
+    Lines of different `place` have different colours, dashes and widths, so that lines that
+    coincide can be distinguished.
 
     With `complete`, draw no further than all seeds go, and a cross where one was lost.
     """

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Best:
-    """What is kept of the evaluation with the lowest validation loss."""
+    """The lowest validation loss so far, and the parameters of that evaluation."""
 
     def __init__(self) -> None:
         self.loss, self.step = math.inf, 0
@@ -22,15 +22,15 @@ class Best:
             self.parameters = {name: t.clone() for name, t in model.state_dict().items()}
 
     def put_back(self, model: nn.Module) -> None:
-        """Set a model to the parameters that are kept, if there are some."""
+        """Set a model to the stored parameters, if there are any."""
         if self.parameters:
             model.load_state_dict(self.parameters)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds."""
+        """Return the state for a checkpoint."""
         return {"loss": self.loss, "step": self.step, "parameters": self.parameters}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
         self.loss, self.step = float(state["loss"]), int(state["step"])
         self.parameters = dict(state["parameters"])

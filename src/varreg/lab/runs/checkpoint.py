@@ -1,4 +1,6 @@
-"""Whether a checkpoint fits a run. Each function returns what is wrong, in words, or nothing."""
+"""Check whether a checkpoint fits a run. Each function returns a fault in words, or an empty
+text.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from varreg.lab import schema
 
 
 def tensors_fault(was: dict[str, Any], now: dict[str, Any], what: str) -> str:
-    """Return which tensor is missing, unknown, or of another shape or dtype (torch would cast)."""
+    """Return the fault of tensors: one is missing, unknown, or of another shape or dtype (torch
+    would cast).
+    """
     if set(was) != set(now):
         return f"other names in its {what}: {', '.join(map(repr, sorted(set(was) ^ set(now))[:3]))}"
     for name, t in now.items():
@@ -28,14 +32,16 @@ def _form(value: Any) -> str:
 
 
 def optimizer_fault(was: dict[str, Any], optimizer: Any) -> str:
-    """Return which option or state is not that of this optimizer."""
+    """Return the fault of an optimizer's state: an option or an entry does not fit this
+    optimizer.
+    """
     if fault := schema.table_fault(was, {"state": schema.is_table}):
         return f"an optimizer with {fault}"
     old, new = was.get("param_groups"), optimizer.state_dict()["param_groups"]
     if not isinstance(old, list) or len(old) != len(new) or not all(map(schema.is_table, old)):
         return "other groups of parameters in its optimizer"
     for a, b in zip(old, new, strict=True):
-        if not set(b) <= set(a) or a["params"] != b["params"]:  # a step may add its own to them
+        if not set(b) <= set(a) or a["params"] != b["params"]:  # a step may add options
             return "other options or parameters in its optimizer"
     params = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
     for i, state in was["state"].items():

@@ -1,4 +1,4 @@
-"""All that a training run depends on, and the batches that follow from it."""
+"""The configuration of a training run, and the batches that follow from it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LONGEST = 246
 
 @dataclass(frozen=True)
 class Config:
-    """All that a run depends on."""
+    """The configuration of a run: everything that its result depends on."""
 
     task: str
     optimizer: str
@@ -36,7 +36,7 @@ class Config:
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the optimizer."""
     log_every: int = 10
-    """Steps between two looks at λ, ρ and the noise."""
+    """Steps between two measurements of λ, ρ and the noise."""
     test: Literal["never", "end", "epochs"] = "never"
     """When the test split is read: never where choices are made, at the end for a verdict, after
     every epoch for a figure.
@@ -44,8 +44,8 @@ class Config:
 
     @property
     def name(self) -> str:
-        """Return the name of the folder: what a person looks for, and a checksum of all of it, so
-        that no two runs share one. It has no character that a shell or a file system minds.
+        """Return the name of the folder: the main settings, and a checksum of all settings, so that
+        no two runs share a folder. It has only characters that are safe in shells and file systems.
 
         >>> Config("mine:task", "SGD", 0.1).name
         'mine_task_SGD_lr=0.1_seed=0_...'
@@ -54,8 +54,8 @@ class Config:
         return f"{_cut(words)}_{self._checksum}"
 
     def folder_in(self, runs: Path) -> Path:
-        """Return the run's folder; where an earlier version began it, under a name with spaces,
-        that one.
+        """Return the run's folder; if an earlier version of varreg made it, under a name with
+        spaces, that folder.
         """
         before = runs / f"{_cut(self._words.replace('/', '-'))} {self._checksum}"
         return before if before.exists() else runs / self.name
@@ -76,8 +76,8 @@ def _cut(name: str) -> str:
 
 @functools.lru_cache(maxsize=2)
 def batches(n: int, batch: int, seed: int, epoch: int) -> tuple[Tensor, ...]:
-    """Return the indices of an epoch's batches. What is left at its end is left out, so that all
-    batches are of one size.
+    """Return the indices of an epoch's batches. An incomplete last batch is left out, so that all
+    batches have the same size.
     """
     order = torch.randperm(n, generator=torch.Generator().manual_seed(1_000_003 * seed + epoch))
     return tuple(order[: n // batch * batch].split(batch))

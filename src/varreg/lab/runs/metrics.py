@@ -1,4 +1,4 @@
-"""What is measured of a run: loss and accuracy of a model, λ of a step and of a whole run."""
+"""Metrics of a run: loss and accuracy of a model, λ of a step and of a whole run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from varreg.lab.tasks.data_split import Samples
+from varreg.lab.tasks.batches import Samples
 from varreg.lab.tasks.definition import Task
 
 
@@ -18,7 +18,9 @@ from varreg.lab.tasks.definition import Task
 def evaluate(
     model: nn.Module, split: Samples, task: Task, batch: int = 250, most: int | None = None
 ) -> tuple[float, float]:
-    """Return mean loss and accuracy, of the first `most` samples; nan where there is none."""
+    """Return mean loss and accuracy over the first `most` samples; nan for a task without
+    accuracy.
+    """
     n = min(len(split), most or len(split))
     was, total, right = model.training, 0.0, 0.0 if task.accuracy and n else math.nan
     model.eval()
@@ -53,9 +55,7 @@ def effective_lambdas(optimizer: Any, named: Sequence[tuple[str, Tensor]]) -> di
 
 
 def effective_lambda(result: dict[str, Any]) -> float:
-    """Return λ of a run: the mean over time of its means weighted by squared gradients. 1 for an
-    optimizer that has none.
-    """
+    """Return λ of a run: the mean over time of the effective λ. 1 for an optimizer without λ."""
     values = [x for x in result["statistics"].get("lambda", []) if x == x]
     return statistics.fmean(values) if values else 1.0
 
@@ -70,8 +70,8 @@ def final(result: dict[str, Any], metric: str) -> float:
 
 
 def time_to(result: dict[str, Any], goal: float, unit: str) -> float:
-    """Return the steps or seconds until the validation loss was at the goal, as seen after each
-    epoch; infinite where it never was.
+    """Return the steps or seconds until the validation loss reached the goal, by evaluations after
+    each epoch; infinite if it never did.
     """
     seen = result["evaluations"]
     times = zip(seen[unit][1:], seen["valid_loss"][1:], strict=True)

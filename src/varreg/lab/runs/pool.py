@@ -1,5 +1,5 @@
-"""Many runs at once: one process each, one thread each, so that results do not depend on how many
-there are.
+"""Do many runs at once: one process with one thread for each, so that results do not depend on
+their number.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from varreg.errors import MeasurementError, VarregError
 from varreg.lab.runs.config import Config
 from varreg.lab.runs.resume import StoppedError, run
 from varreg.lab.store import BusyError
-from varreg.lab.tasks import lookup, randomness, validation
+from varreg.lab.tasks import check_task, lookup, randomness
 
 Result = dict[str, Any]
 _messages: Any = None
 _stop: Any = None
 _run = ""
-"""The run that this process is at."""
+"""The run that this process works on."""
 
 
 class Listener(Protocol):
-    """Whoever is told of what runs do, in processes of their own."""
+    """The interface of an object that receives messages of runs in other processes."""
 
     def progress(self, name: str, step: int, total: int, loss: float | None) -> None: ...
     def warned(self, name: str, text: str) -> None: ...
@@ -46,10 +46,10 @@ def _start(messages: Any, stop: Any, paths: list[str]) -> None:
 
     global _messages, _stop
     _messages, _stop = messages, stop
-    warnings.showwarning = _pass_on  # standard error would tear what the first process shows
+    warnings.showwarning = _pass_on  # standard error would disturb the display
     sys.path[:0] = [path for path in paths if path not in sys.path]
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process decides, and tells the others
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process stops the others
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -61,14 +61,16 @@ def _start(messages: Any, stop: Any, paths: list[str]) -> None:
 
 
 def _pass_on(message: Warning | str, *_: Any, **__: Any) -> None:
-    """Tell the first process of a warning."""
+    """Send a warning to the first process."""
     _messages.put(("warned", _run, str(message)))
 
 
 def _work(
     config: Config, folder: Path, data_dir: Path | None, fingerprint: str, shared: bool
 ) -> Result | None:
-    """Do one run in this process; return None where it was stopped or another process is at it."""
+    """Do one run in this process. Return None if it was stopped, or if another process works on
+    it.
+    """
     global _run
     if _stop.is_set():
         return None
@@ -95,17 +97,17 @@ def _work(
             raise
         raise MeasurementError(
             f"varreg: the run {config.name!r} failed.\n{traceback.format_exc()}"
-        ) from None  # one that can be sent to another process
+        ) from None  # an error that can be sent to another process
     return None
 
 
 @functools.cache
 def _check_data(task: str, data_dir: Path | None, expected: str) -> None:
-    """Raise if the task has another fingerprint here than in the process that began."""
+    """Raise a VarregError if the task has another fingerprint here than in the first process."""
     splits = lookup.load(task, data_dir)
     with randomness.seeded(0):
         model = lookup.task(task).model()
-    if validation.fingerprint(task, splits, model) != expected:
+    if check_task.fingerprint(task, splits, model) != expected:
         raise VarregError(
             f"varreg: task {task} gives other data or another model in each process: make what it "
             "loads depend on nothing random."
@@ -114,7 +116,7 @@ def _check_data(task: str, data_dir: Path | None, expected: str) -> None:
 
 @contextlib.contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Ignore Ctrl-C within; processes that are started here inherit that from their beginning."""
+    """Ignore Ctrl-C inside of the `with` block. Processes that are started in it inherit that."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -126,8 +128,8 @@ def _interrupts_ignored() -> Iterator[None]:
 
 
 class Pool:
-    """Processes that are kept from one call to the next; use it in `with`. If runs are `shared`
-    with others, those that they are at are left out.
+    """A pool of processes, kept from one call to the next; use it in `with`. If runs are `shared`
+    with other teams of processes, runs that these work on are skipped.
     """
 
     def __init__(
@@ -158,8 +160,8 @@ class Pool:
     def __call__(
         self, configs: list[Config], folder: Path, listener: Listener
     ) -> Iterator[tuple[Config, Result]]:
-        """Yield results as they come. Where the caller stops in between, by Ctrl-C say, runs in
-        progress write a checkpoint and can be resumed.
+        """Yield results as runs end. If the caller stops early, for example by Ctrl-C, running runs
+        write a checkpoint and can be resumed.
         """
         with _interrupts_ignored():
             waiting = {
@@ -183,7 +185,7 @@ class Pool:
             ) from error
 
     def _hear(self, listener: Listener) -> None:
-        """Hand over what runs have said since the last time."""
+        """Pass the new messages of runs to the listener."""
         with contextlib.suppress(queue.Empty):
             while True:
                 kind, *said = self.messages.get_nowait()

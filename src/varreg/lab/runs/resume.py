@@ -1,9 +1,9 @@
-"""One training run, in a folder of its own, that can be killed at any moment and goes on where it
-was.
+"""Do one training run in its own folder. It can be killed at any moment, and resumes from its
+checkpoint.
 
 The folder has `config.json`; while it runs, `checkpoint.pt`; and at the end `result.json` and
-`weights.pt`. A run that was killed and started again ends bit for bit as one that was not: batches
-depend on the seed and the step alone, and a checkpoint holds all else, metrics included.
+`weights.pt`. A run that was killed and resumed ends bit for bit like an uninterrupted one: batches
+depend on the seed and the step alone, and a checkpoint holds everything else, including metrics.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ ANEW = "Delete it, and the same command runs this run anew; or restore it."
 
 
 def read_result(folder: Path, config: Config) -> dict[str, Any] | None:
-    """Return the result of a configuration from its run's folder, or None where it did not end yet.
+    """Return the result of a configuration from its run's folder; None if the run has not ended
+    yet.
 
-    One that is damaged, or of another configuration, is a `store.DamagedError`.
+    Raise a `store.DamagedError` if the result is damaged, or of another configuration.
     """
     path = folder / "result.json"
     store.check_inside(folder.parent, path)
@@ -42,7 +43,9 @@ def read_result(folder: Path, config: Config) -> dict[str, Any] | None:
 
 
 def _check_config(path: Path, content: Any, config: Config) -> None:
-    """Refuse what was made with another configuration: the name of its folder proves nothing."""
+    """Refuse a file that was made with another configuration: the name of its folder is no
+    proof.
+    """
     if fault := schema.table_fault(content, {"config": schema.is_table}):
         raise store.damaged(path, "the configuration that it was made with", fault, ANEW)
     other = schema.differences(content["config"], store.as_saved(asdict(config)))
@@ -53,12 +56,12 @@ def _check_config(path: Path, content: Any, config: Config) -> None:
 
 
 def resume(running: Run, folder: Path) -> None:
-    """Set a run to where the checkpoint in its folder says it was; without one, do nothing."""
+    """Load the checkpoint in a run's folder into the run; without a checkpoint, do nothing."""
     path, about = folder / "checkpoint.pt", folder / "config.json"
     if not path.exists():
         return
     state = store.read_tensors(path, ANEW)
-    if schema.is_table(state) and "config" not in state and about.exists():  # of a version before
+    if schema.is_table(state) and "config" not in state and about.exists():  # an earlier version
         said = store.read_json(about, ANEW)
         state["config"] = said.get("config") if schema.is_table(said) else said
     _check_config(path, state, running.config)
@@ -66,7 +69,7 @@ def resume(running: Run, folder: Path) -> None:
         raise store.damaged(path, "a checkpoint of this run", fault, ANEW)
     try:
         running.load_state_dict(state)
-    except Exception as error:  # of torch, NumPy or Python, each with kinds of its own
+    except Exception as error:  # torch, NumPy and Python raise many kinds of errors
         came = f"one that does not fit ({type(error).__name__}: {error})"
         raise store.damaged(path, "a checkpoint of this run", came, ANEW) from error
 
@@ -89,12 +92,13 @@ def run(
     stop: Callable[[], bool] = lambda: False,
     patience: float | None = None,
 ) -> dict[str, Any]:
-    """Train to the end, from wherever the folder says the run was; return what `result.json` holds.
+    """Train to the end, from the checkpoint in the folder if there is one; return the contents of
+    `result.json`.
 
-    A checkpoint is written `every` so many seconds. `progress` is called now and then, with the
-    step, the number of steps and the loss, which is None during an evaluation; once `stop()` is
-    true, a last checkpoint is written and `StoppedError` raised. Where another process is at work
-    on the run for more than `patience` seconds, `store.BusyError` is raised.
+    A checkpoint is written every `every` seconds. `progress` is called from time to time with the
+    step, the number of steps and the loss (None during an evaluation). When `stop()` returns True,
+    a last checkpoint is written and a `StoppedError` raised. If another process works on the run
+    for more than `patience` seconds, a `store.BusyError` is raised.
     """
     runs, folder = folder, config.folder_in(folder)
     store.check_inside(runs, folder)
@@ -115,7 +119,7 @@ def train(
     progress: Progress,
     stop: Callable[[], bool],
 ) -> dict[str, Any]:
-    """Do what `run` does, for a run that was built."""
+    """Do the same as `run`, for a `Run` that is already built."""
     config = running.config
     store.sweep(folder)
     resume(running, folder)

@@ -30,19 +30,19 @@ from varreg.lab.runs.training_device import (
 )
 from varreg.lab.tasks import lookup, randomness
 from varreg.lab.tasks.augmentation import AUGMENTATIONS, generator_of
-from varreg.lab.tasks.data_split import Batches, DataSplit, Split
+from varreg.lab.tasks.batches import Batches, DataSplit, Split
 from varreg.lab.tasks.definition import Splits
 from varreg.optim.base import Regularized
 from varreg.thresholds import WINDOW
 
 EVALUATED = 10_000
-"""At most so many training samples are looked at to evaluate the training loss: always the same
+"""The largest number of training samples for the evaluation of the training loss: always the same
 ones.
 """
 
 
 class Run:
-    """A run in progress: what a checkpoint holds."""
+    """A run in progress: all state that a checkpoint holds."""
 
     def __init__(self, config: Config, splits: Splits | None = None, data_dir: Path | None = None):
         self.config, self.task = config, lookup.task(config.task)
@@ -74,7 +74,7 @@ class Run:
         self.optimizer: Any = optimizers.build(config.optimizer, self.named, config.lr, options)
         # With s = 0, a regularized optimizer is its base to the bit, and needs no moments.
         if isinstance(self.optimizer, Regularized):
-            self.optimizer._watches_lambda = False  # the lab chooses a rate that suits λ
+            self.optimizer._watches_lambda = False  # the lab tunes the learning rate for λ
         self.regularizes = isinstance(self.optimizer, Regularized) and options.get("s") != 0
         measures = self.recipe.noise or self.recipe.noise_decay
         needs_moments = self.regularizes or measures or self.recipe.adascale
@@ -102,13 +102,13 @@ class Run:
         self.evaluations: dict[str, list[float]] = {column: [] for column in schema.EVALUATIONS}
         self.statistics: dict[str, list[float]] = {"step": []}
         self.evaluates: Callable[[], None] = lambda: None
-        """Called where an evaluation begins."""
+        """Called when an evaluation begins."""
 
     _KEPT = ("step", "seconds", "losses", "evaluations", "statistics")
 
     def _total(self) -> int:
-        """Return how many steps there are; with AdaScale, how many of the base, of which each step
-        is one or more.
+        """Return the number of steps; with AdaScale, the number of steps of the base, of which each
+        step counts for one or more.
         """
         batch = self.recipe.adascale or self.config.batch
         return self.recipe.steps or len(self.splits.train) // batch * self.config.epochs
@@ -130,14 +130,14 @@ class Run:
 
     @property
     def _clocks(self) -> dict[str, Any]:
-        """Return what has a state of its own, beside model and optimizer."""
+        """Return the objects with their own state, besides model and optimizer."""
         parts = {"noise": self.noise, "adascale": self.ada, "decay": self.decay, "best": self.best}
         return {name: part for name, part in parts.items() if part is not None}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a checkpoint holds."""
+        """Return the state for a checkpoint."""
         kept = {name: getattr(self, name) for name in self._KEPT}
-        buffers = dict(self.model.named_buffers())  # those that a state dict leaves out, too
+        buffers = dict(self.model.named_buffers())  # with the tensors that a state dict leaves out
         state = {
             "model": self.model.state_dict(),
             "buffers": buffers,
@@ -148,7 +148,7 @@ class Run:
         return {**state, **made, **kept, **clocks, **device_random(self.device)}
 
     def fault_of(self, state: Any) -> str:
-        """Return what is wrong with a checkpoint for this run, in words, or nothing."""
+        """Return the fault of a checkpoint for this run in words, or an empty text."""
         tables = ("model", "buffers", "optimizer", "random", *self._clocks)
         fault = schema.table_fault(state, dict.fromkeys(tables, schema.is_table))
         if fault := fault or schema.record_fault(state):
@@ -162,7 +162,7 @@ class Run:
         return checkpoint.optimizer_fault(state["optimizer"], self.optimizer)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the run to where a checkpoint was written."""
+        """Set the run to the state of a checkpoint."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         for name, buffer in self.model.named_buffers():
@@ -175,7 +175,7 @@ class Run:
             setattr(self, name, state[name])
 
     def draw(self, step: int) -> tuple[Tensor, int]:
-        """Return the samples of a step, and the seed for what a Dataset draws by itself."""
+        """Return the samples of a step, and the seed for random numbers that a Dataset draws."""
         epoch, at = divmod(step, self.per_epoch)
         index = batches(len(self.splits.train), self.config.batch, self.config.seed, epoch)[at]
         return index, generator_of(self.config.seed, step).initial_seed()
@@ -198,12 +198,12 @@ class Run:
     def verify(self) -> None:
         """Compare the moments of a batch with those of its single samples, before any training.
 
-        Moments that are not theirs are an error. Where it cannot be told, a note is printed.
+        Raise a VarregError if they differ. If that cannot be checked, print a note.
         """
         if self.observer is None:
             return
         if self.recipe.groups or self.recipe.batch_norm != "refuse":
-            return  # then moments are not those of single samples, as was asked for
+            return  # contributions are measured, as requested, not single samples
         report = varreg.verify(self.model, self.task.loss, tuple(self.batch()))
         if report.status == "unknown":
             note = f"varreg: note: the moments of task {self.config.task} cannot be verified."
@@ -264,7 +264,7 @@ class Run:
             (self.task.loss(self.model(x), y) * (len(y) / n)).backward()
 
     def evaluate(self) -> None:
-        """Evaluate the parameters, or their average where the optimizer keeps one to be used."""
+        """Evaluate the parameters, or their average if the optimizer keeps one for evaluation."""
         self.evaluates()
         record = {"step": self.step, "seconds": self.seconds}
         swap = getattr(self.optimizer, "swap_average", lambda: None)
@@ -319,7 +319,7 @@ class Run:
         return not all(map(math.isfinite, seen))
 
     def result(self) -> dict[str, Any]:
-        """Return what `result.json` holds."""
+        """Return the contents of `result.json`."""
         kept = {name: getattr(self, name) for name in self._KEPT}
         kept["statistics"] = {key: kept["statistics"][key] for key in sorted(kept["statistics"])}
         return {

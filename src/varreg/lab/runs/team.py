@@ -1,5 +1,5 @@
-"""The processes that torchrun started: they share out the runs of an experiment. Each run is
-trained by one process, as ever.
+"""The processes that torchrun started divide the runs of an experiment among them. Each run is
+trained by one process.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 PATIENCE = timedelta(hours=6)
-"""How long others wait for the first process to begin: it may have data to download. If it dies,
+"""How long the others wait for the first process to begin, since it may download data. If it dies,
 torchrun ends the others.
 """
 
 
 class Team:
-    """The processes at work: this one is number `rank` of `world`, with so many of them `here` on
-    this machine.
+    """A team of processes: this one is number `rank` of `world`, and `here` of them are on this
+    machine.
     """
 
     def __init__(self, rank: int, world: int, here: int):
@@ -45,10 +45,10 @@ class Team:
         return self.rank == 0
 
     def from_first(self, make: Callable[[], str]) -> str:
-        """Return what the first process makes; the others wait for it."""
+        """Return the value that the first process computes; the others wait for it."""
         if self.world == 1:
             return make()
-        # Kept alive: it may be this process that serves the store to the others.
+        # Kept alive, since this process may serve the store to the others.
         self._store, *_ = next(rendezvous("env://", timeout=PATIENCE))
         if self.first:
             self._store.set("varreg begun", make())

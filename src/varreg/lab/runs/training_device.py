@@ -1,4 +1,4 @@
-"""Where a run trains: a device that is there, data on it, and its random numbers."""
+"""The device of a run: check it, move data to it, and save its random state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KEY = "device_random"
 
 
 def check_device(name: str) -> None:
-    """Raise a VarregError if there is no such device here, or it has no memory."""
+    """Raise a VarregError if this machine has no such device, or if the device has no memory."""
     try:
         device = torch.device(name)
         works = device.type != "meta" and torch.ones(1, device=device).sum().item() == 1
@@ -31,14 +31,14 @@ def check_device(name: str) -> None:
 
 
 def on_device(splits: Splits, device: torch.device) -> Splits:
-    """Return the splits on a device; the same ones if they are there."""
+    """Return the splits on a device; the same objects if they are on it already."""
     if device.type == "cpu":
         return splits
     return Splits(*(split.to(device) for split in splits))
 
 
 def device_random(device: torch.device) -> dict[str, Any]:
-    """Return the random state of an accelerator, as a checkpoint holds it; nothing on the CPU."""
+    """Return the random state of an accelerator for a checkpoint; an empty one for the CPU."""
     if device.type == "cpu":
         return {}
     return {_KEY: torch.get_device_module(device).get_rng_state()}

@@ -1,4 +1,4 @@
-"""What is trained: data, models for it, and budgets."""
+"""Tasks: data, models for them, and budgets."""
 
 from varreg.lab.tasks.catalog import TASKS
 from varreg.lab.tasks.definition import Split, Splits, Task

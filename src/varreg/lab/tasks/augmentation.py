@@ -1,5 +1,5 @@
-"""Random changes of the images of a batch, which depend on the run's seed and the step alone: a run
-that is resumed sees the same ones.
+"""Augmentation: random changes of the images of a batch. They depend only on the run's seed and the
+step, so that a resumed run gets the same changes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def flip(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def crop(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Return images `[m, channels, height, width]`, each moved by up to an eighth of its size, with
-    zeros where nothing was.
+    """Return images `[m, channels, height, width]`, each moved by up to an eighth of its size and
+    padded with zeros.
     """
     m, _, height, width = x.shape
     down, right = height // 8, width // 8

@@ -1,9 +1,8 @@
-"""Data sets: found on disk, or downloaded from their official sources; checked byte for byte, and
-never half-read.
+"""Data sets: find them on disk, or download them from their official sources, and check every byte.
 
-They are looked for in the folder that is given, then in `$VARREG_DATA`, then in the user's cache;
-what is nowhere is downloaded to the cache. Fashion-MNIST is its four `.gz` files under
-`fashion-mnist/`, CIFAR-10 its binary version under `cifar-10-batches-bin/`. No pickle is read.
+They are searched in the given folder, then in `$VARREG_DATA`, then in the user's cache; otherwise
+they are downloaded to the cache. Fashion-MNIST is its four `.gz` files under `fashion-mnist/`,
+CIFAR-10 its binary version under `cifar-10-batches-bin/`. No pickle is read.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ class Images(NamedTuple):
 
 
 class File(NamedTuple):
-    """What a file holds, once it is unpacked."""
+    """The expected contents of a file, unpacked."""
 
     size: int
     sha256: str
     download: str | None = None
-    """The checksum of the file as its official source has it, where it is downloaded by itself."""
+    """The checksum of the file at its official source, if it is downloaded as a single file."""
 
 
 class Source(NamedTuple):
@@ -47,7 +46,7 @@ class Source(NamedTuple):
 
     folder: str
     url: str
-    """Of the official folder of the files; or of an archive that has `folder` in it."""
+    """The URL of the official folder of the files, or of an archive that contains `folder`."""
     files: dict[str, File]
     archive: str | None = None
     """The archive's checksum."""
@@ -161,9 +160,9 @@ def contents(folder: Path, name: str, source: Source) -> Tensor:
 
 
 def locate(source: Source, data_dir: Path | str | None = None) -> Path:
-    """Return the folder that has all files of a data set, downloaded if there is none.
+    """Return the folder with all files of a data set; download them if there is none.
 
-    A folder that has some of them and not others is an error: something went wrong with it.
+    Raise a VarregError if a folder has only some of the files.
     """
     cache = Path(pooch.os_cache("varreg"))
     places = [Path(place) for place in (data_dir, os.environ.get("VARREG_DATA")) if place]
@@ -192,7 +191,7 @@ def download(source: Source, cache: Path) -> Path:
         filelock.FileLock(cache / f".{source.folder}.lock"),
         tempfile.TemporaryDirectory(dir=cache) as temporary,
     ):
-        if folder.is_dir():  # another process was at it
+        if folder.is_dir():  # another process has downloaded them
             return folder
         try:
             if source.archive is None:

@@ -1,4 +1,4 @@
-"""What a task is: three splits of data, a model for it, and a budget."""
+"""The definition of a task: three splits of data, a model, and a budget."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from varreg.lab.tasks.augmentation import Augmentation
-from varreg.lab.tasks.data_split import Split as Split
+from varreg.lab.tasks.batches import Split as Split
 
 
 class Splits(NamedTuple):
@@ -42,15 +42,14 @@ class Task:
     batch: int
     epochs: int
     loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
-    """Of the model's output and the targets; a mean over samples."""
+    """The loss, a function of the model's output and the targets: a mean over samples."""
     accuracy: Callable[[Tensor, Tensor], Tensor] | None = accuracy
-    """A mean over samples, or None where there is no such thing."""
+    """A function like the loss: a mean over samples. None if the task has no accuracy."""
     stream: Callable[[int, int, int], Split] | None = None
     """Fresh samples for (seed, step, batch), in place of passes over `train`, which is then only
     evaluated.
     """
     augment: Augmentation | None = None
-    """What is done to the inputs of each batch of passes over `train`, and not where evaluated."""
+    """The augmentation of the inputs of training batches; not used for evaluation."""
     recipe: dict[str, Any] = field(default_factory=dict)
-    """How it is trained unless the command says otherwise: schedule, warmup, clip, weight_decay …
-    """
+    """The default recipe: schedule, warmup, clip, weight_decay …"""

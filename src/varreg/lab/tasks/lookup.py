@@ -1,4 +1,4 @@
-"""A task by its name or by a user's function, and its data, both checked."""
+"""Find a task by its name or by a user's function, load its data, and check both."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from varreg.errors import VarregError
 from varreg.lab import specs
+from varreg.lab.tasks.batches import DataSplit, Samples, Split
 from varreg.lab.tasks.catalog import TASKS
-from varreg.lab.tasks.data_split import DataSplit, Samples, Split
 from varreg.lab.tasks.definition import Splits, Task
 from varreg.lab.tasks.randomness import seeded
 

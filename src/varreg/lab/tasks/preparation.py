@@ -1,4 +1,6 @@
-"""What several tasks do to their data, and a loss that several have."""
+"""Shared parts of several tasks: scale images, hold samples out for validation, and a loss per
+token.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,14 @@ from varreg.lab.tasks.definition import Split, Splits
 
 
 def unit_norm(images: datasets.Images) -> Split:
-    """Scale every image to Euclidean norm 1, as in the paper's experiments."""
+    """Return images scaled to Euclidean norm 1, as in the paper's experiments."""
     x = images.pixels.float()
     return Split(x / x.flatten(1).norm(dim=1).clamp(min=1e-12).view(-1, 1, 1, 1), images.labels)
 
 
 def hold_out(train: Split, test: Split, valid: int, keep: int = 0) -> Splits:
-    """Hold `valid` training samples out, the last ones of an order that never changes. Of the
-    others, the first `keep` are trained on; 0: all.
+    """Return splits with `valid` training samples held out for validation: the last ones of a fixed
+    random order. The first `keep` of the others are trained on; 0: all.
     """
     rest = len(train) - valid
     if not 0 <= valid < len(train):

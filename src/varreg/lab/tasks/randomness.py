@@ -1,4 +1,6 @@
-"""The random numbers of torch, NumPy and Python: a user's task may draw from any of them."""
+"""Seed, save and restore the random numbers of torch, NumPy and Python, since a user's task may use
+any of them.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draw the same random numbers every time within, and go on after it as if nothing was."""
+    """Seed all generators inside of the `with` block, and restore their states afterwards."""
     before = random_state()
     seed_all(seed)
     try:

@@ -1,7 +1,7 @@
 """Uneven batches: each comes from one of several sources, which differ in noise or in entropy.
 
-That is the case of which the paper's theory speaks: the variance changes from batch to batch. With
-`mixed=True`, each sample of a batch has a source of its own: the same data, and even batches.
+This is the case of the paper's theory: the variance changes from batch to batch. With `mixed=True`,
+each sample of a batch has its own source: the same data in even batches.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Draw = Callable[[torch.Generator, int], Tensor]
 
 
 def _sources(count: int, mixed: bool) -> Draw:
-    """Return what draws the sources of a batch: one for all samples, or one for each."""
+    """Return a function that draws the sources of a batch: one for all samples, or one for each."""
     if not isinstance(mixed, bool):
         raise VarregError(f"varreg: mixed must be True or False; got {mixed!r}.")
 
@@ -65,7 +65,7 @@ class _SmallFashion:
         return Splits(self.train, *splits[1:])
 
     def samples(self) -> Split:
-        """Return the training samples. Mostly the lab has loaded them before."""
+        """Return the training samples. Usually the lab has loaded them already."""
         return self.train or self(None).train
 
 

@@ -1,8 +1,8 @@
 """All claims of the paper in one table: what is said, under which conditions, what was measured,
 and whether it holds.
 
-A check says what it expects, too: that the claim holds, or, where the paper has an error, that it
-does not. `varreg theory` runs them all.
+A check also has the expected result: that the claim holds, or, for an error in the paper, that it
+does not. `varreg theory` runs all checks.
 """
 
 from __future__ import annotations

@@ -18,31 +18,31 @@ class Check:
     """One line of the table."""
 
     claim: str
-    """Where it stands in the paper."""
+    """Its place in the paper."""
     statement: str
     conditions: str
     measured: float
     relation: str
-    """How it is claimed to relate to the bound: `≤`, `<`, `=`."""
+    """The claimed relation to the bound: `≤`, `<`, `=`."""
     bound: float
     holds: bool
     error: float = 0.0
-    """The standard error of what was measured; 0 where nothing was drawn at random, or an
-    inequality was checked on every path.
+    """The standard error of the measured value; 0 if nothing was random, or if an inequality was
+    checked on every path.
     """
     expected: bool = True
-    """Return whether it holds, as far as we know: False where the paper has an error, or a
-    condition is broken on purpose.
+    """Whether it should hold: False if the paper has an error, or if a condition is violated on
+    purpose.
     """
 
     @property
     def slack(self) -> float:
-        """Return how many times the measured value the bound is; 1 is tight."""
+        """Return the bound over the measured value; 1 is tight."""
         return self.bound / self.measured if self.measured else math.inf
 
     @property
     def verdict(self) -> str:
-        """Return whether it holds, in words; and if that is unexpected."""
+        """Return in words whether the claim holds, and whether that is unexpected."""
         word = "holds" if self.holds else "does not hold"
         return word if self.holds == self.expected else f"{word} – UNEXPECTED"
 

@@ -19,8 +19,8 @@ SPREADS = [0.01 * 10 ** (k / 4) for k in range(9)]
 
 
 def theorem_3_errors() -> list[tuple[float, float, float]]:
-    """Return, for each spread of σ, mean λ − 1 of Theorem 3's solution; and how much larger than
-    the optimum's its Q is at a mean λ of 1.
+    """Return two errors of Theorem 3's solution for each spread of σ: its mean λ − 1, and the
+    excess of its Q over the optimum at a mean λ of 1.
     """
     out = []
     for spread in SPREADS:
@@ -63,8 +63,8 @@ def _check_unbounded() -> Check:
 
 
 def _check_theorem_3() -> list[Check]:
-    """Check of what order the errors of Theorem 3's solution are in the spread of σ, and its mean
-    λ at the smallest and at the largest spread.
+    """Check the order of the errors of Theorem 3's solution in the spread of σ, and its mean λ at
+    the smallest and at the largest spread.
     """
     errors = theorem_3_errors()
     spread, over, excess = (
@@ -95,8 +95,8 @@ def _check_bounded_forms() -> list[Check]:
 
 
 def _kkt(lam: Tensor, sigma2: Tensor, low: float, high: float) -> float:
-    """Return by how much, relative to ξ, the conditions for an optimum are missed: (1 + 2λ/λ₀)σ² =
-    ξ inside, not less at λ_min, not more at λ_max.
+    """Return the largest violation, relative to ξ, of the conditions for an optimum: (1 + 2λ/λ₀)σ²
+    = ξ between the bounds, at least ξ at λ_min, at most ξ at λ_max.
     """
     marginal = (1 + 2 * lam / LAMBDA0) * sigma2
     inside = (lam > low) & (lam < high)

@@ -1,4 +1,6 @@
-"""Lemma 1, as printed, mended and weighted, along many paths of SGD."""
+"""Checks of Lemma 1 as printed, corrected and weighted, along many paths of SGD.
+(`theory/lemma1.py` computes the bounds.)
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ NOISES = [
 
 
 def _tightest(pairs: Iterator[tuple[Tensor, Tensor]]) -> tuple[float, float, bool]:
-    """Return the value and the bound of the path whose bound is the fewest times its value, and
-    whether all paths stay below theirs.
+    """Return value and bound of the path with the smallest ratio of bound to value, and whether all
+    paths are below their bounds.
     """
     value, above = (torch.cat(x) for x in zip(*pairs, strict=True))
     nearest = int((above / value).argmin())
@@ -104,8 +106,8 @@ TIMES = [2**k for k in range(5, 13)]
 
 
 def first_terms() -> dict[str, list[float]]:
-    """Return what the start costs in each version, as T grows, in units of M²/2 and 1/L: for
-    γ ∝ 1/√t, and for VR-SGD with α = 1/(3L).
+    """Return the term of the start in each version, over T, in units of M²/2 and 1/L: for γ ∝ 1/√t,
+    and for VR-SGD with α = 1/(3L).
     """
     lam = causal(changing(TIMES[-1], 0.5)) / 3
     falling = torch.arange(1, TIMES[-1] + 1, dtype=torch.float64) ** -0.5
@@ -117,7 +119,7 @@ def first_terms() -> dict[str, list[float]]:
 
 
 def _of_vr_sgd() -> list[Check]:
-    """Check how what the start costs falls for VR-SGD, whose steps grow at times."""
+    """Check how the term of the start falls for VR-SGD, whose steps grow at times."""
     terms, times = first_terms(), torch.tensor(TIMES)
     said = "what the start costs falls at least as T^−½, as with γ ∝ 1/√t: exponent"
     where = f"VR-SGD, α = 1/(3L), spread of σ 0.5, T = {TIMES[0]} … {TIMES[-1]:,}"

@@ -1,4 +1,4 @@
-"""Theorem S0, its corollary and the trade-off: how fast things fall."""
+"""Checks of theorem S0, its corollary and the trade-off. (`theory/rates.py` computes the rates.)"""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from varreg.theory.rates import distances, exponent, theorem_s0, trade_off
 
 
 def rates() -> list[Check]:
-    """Check theorem S0 as printed, where it fails, mended, and its corollary."""
+    """Check theorem S0 as printed, a case in which it fails, its corrected version, and its
+    corollary.
+    """
     rows, steps, said = [], 400, "E[R_t] ≤ max{R₁, G²/l²}/t"
     problem = quadratic(5, 1.0, 0.5)
     measured = distances(problem, Noise(changing(steps, 0.5)), problem.minimum + 1.0, 2000)
@@ -101,7 +103,7 @@ def _corollary() -> list[Check]:
     runs = [
         distances(same, Noise(steady(steps)), same.minimum + 1.0, 500, seed) for seed in range(8)
     ]
-    # Steps that were taken: for l = L, x_t − x* is the mean of so many errors.
+    # The number of steps: for l = L, x_t − x* is the mean of this number of errors.
     before = torch.arange(0, steps, dtype=torch.float64)
     said = "Var(R_t) falls faster than γ² ∝ t^−2: exponent"
     for word, which, expected in (
@@ -127,7 +129,7 @@ def _corollary() -> list[Check]:
 
 
 def _mean(values: list[float]) -> Measured:
-    """Return the mean with its standard error; nothing is claimed of it yet."""
+    """Return the mean with its standard error, without a claim."""
     x = torch.tensor(values, dtype=torch.float64)
     return Measured(float(x.mean()), float(x.std() / len(x) ** 0.5), math.nan)
 
@@ -143,8 +145,8 @@ def trade_off_of(alpha: float) -> tuple[list[int], list[float], list[float]]:
 
 
 def trade_offs() -> list[Check]:
-    """Check the exponent of the noise's cost by its formula, for long runs; and the formula, for
-    short ones, by many runs.
+    """Check the exponent of the term of noise by its formula, for long runs; and check the formula
+    by many short runs.
     """
     rows, steps, problem = [], 2000, quadratic(1, 1.0, 1.0)
     for alpha in ALPHAS:

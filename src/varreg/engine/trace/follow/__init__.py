@@ -1,4 +1,4 @@
-"""Where a torch function takes the batch."""
+"""Find where the batch is in the outputs of a torch function."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def follow(call: Call, out: Tensor, which: int) -> Destination:
     if len(places) == 1 and call.function not in WRITERS:
         (place,) = places
         if isinstance(place, Single):
-            return place  # of one sample and constants: whatever comes out is that sample's
+            return place  # made of one sample and constants: the output belongs to that sample
     known = KNOWN.get(call.function)
     return guess(call.carriers, out) if known is None else known(call, out, which)
 
 
 def is_known(function: Any) -> bool:
-    """Return whether it is derived where a function takes the batch, and not guessed."""
+    """Return whether the place of the output of a call is derived exactly, and not guessed."""
     return function in KNOWN
 
 
 def goes_by_values(call: Call) -> bool:
-    """Return whether values, those of an index, say where the batch goes. Else shapes and plain
-    arguments do.
+    """Return whether values (of an index) decide where the batch goes. Otherwise, shapes and plain
+    arguments decide.
     """
     if call.function in MOVERS:
         return bool(index_of(call)) and call.function not in SHAPE_ONLY

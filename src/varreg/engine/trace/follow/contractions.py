@@ -1,4 +1,4 @@
-"""Functions that add up along dimensions, or work along one: reductions, products, einsum."""
+"""Functions that sum or work along dimensions: reductions, products, einsum."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ count_nonzero median nanmedian mode aminmax var_mean std_mean"""
 
 @follows(*_LINEAR, *named(*_OTHERS.split()))
 def _reduce(call: Call, out: Tensor, which: int) -> Destination:
-    """Reduce a small tensor in which the batch's dimension alone has size 2: it shows the way."""
+    """Place the output of a reduction: reduce a small tensor in which only the batch's dimension
+    has size 2.
+    """
     if len(call.tensors()) > 1:  # torch.max(a, b) works on one element after another
         return follow_elements(call, out, which)
     x, at = call.carriers[0]
@@ -76,7 +78,7 @@ def _small_type(x: Tensor) -> torch.dtype:
 
 @follows(*named("matmul", "mm", "bmm", "mv"), Tensor.__matmul__, Tensor.__rmatmul__)
 def _matmul(call: Call, out: Tensor, which: int) -> Destination:
-    """Count dimensions from the right, where `matmul` has its matrices."""
+    """Place the output of a matrix product, by counting dimensions from the right."""
     operands = call.tensors()
     if call.function is Tensor.__rmatmul__:
         operands.reverse()
@@ -94,7 +96,7 @@ def _matmul(call: Call, out: Tensor, which: int) -> Destination:
             if other.dim() == 1 and len(call.carriers) == 1:
                 return Gone(is_linear=True)  # Σ_b w_b x_b, with constants w_b
             return mixing(call) if out.dim() else guess(call.carriers, out)
-        # a vector drops the dimension that it is multiplied along, and what follows moves
+        # a product with a vector removes its dimension, and later dimensions move
         drops = other.dim() == 1 and at.dim < contracted
         from_right = x.dim() - at.dim - (1 if drops else 0)
         dim = out.dim() - from_right
@@ -113,7 +115,7 @@ def _square(call: Call) -> Destination:
 
 @follows(torch.einsum, _torch.einsum)
 def _einsum(call: Call, out: Tensor, which: int) -> Destination:
-    """Follow the letter of the batch's dimension."""
+    """Place the output of an einsum, by the letter of the batch's dimension."""
     equation, operands = equation_of(call.args), operands_of(call.args)
     carriers = {id(x): at for x, at in call.carriers}
     letters: set[str] = set()

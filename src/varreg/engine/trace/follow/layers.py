@@ -1,4 +1,4 @@
-"""Functions that layers call: which dimensions in front of the features they keep."""
+"""Functions that layers call: they keep the dimensions in front of the features."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from varreg.engine.trace.packed import (
 
 
 def _kept(call: Call, out: Tensor, features: int) -> Destination:
-    """Return the first argument's place, if it alone carries the batch, in front of `features`
-    dimensions: so does `out`.
+    """Return the place of the first argument for `out`, if only this argument carries the batch,
+    and in a dimension before the last `features` ones.
     """
     x = call.argument(0, "input")
     if len(call.carriers) != 1 or call.carriers[0][0] is not x:
@@ -88,7 +88,9 @@ _POOLS = {
 
 @follows(*_POOLS)
 def _pool(call: Call, out: Tensor, which: int) -> Destination:
-    """Place images `[batch, channels, …]`; one without a batch has a dimension less."""
+    """Place the output of a function of images `[batch, channels, …]`; an image without a batch has
+    one dimension less.
+    """
     x = call.argument(0, "input")
     return _kept(call, out, x.dim() - (1 if x.dim() == _POOLS[call.function] + 2 else 0))
 
@@ -100,7 +102,9 @@ def _images(call: Call, out: Tensor, which: int) -> Destination:
 
 @follows(F.pad)
 def _pad(call: Call, out: Tensor, which: int) -> Destination:
-    """Place what is padded by pairs of numbers, from the last dimension on."""
+    """Place the output of padding, which is given by pairs of numbers from the last dimension
+    on.
+    """
     padded = call.argument(1, "pad")
     return (
         _kept(call, out, len(padded) // 2)
@@ -141,7 +145,9 @@ def _recurrent(call: Call, out: Tensor, which: int) -> Destination:
 
 @follows(PACK)
 def _pack(call: Call, out: Tensor, which: int) -> Destination:
-    """Place packed rows: they go where lengths say; each sample's length has to be its own."""
+    """Place packed rows: the lengths decide where they go. Each sample's length must depend on that
+    sample only.
+    """
     carriers = {id(x): at for x, at in call.carriers}
     x, lengths = call.args[:2]
     if which or id(x) not in carriers:
@@ -156,8 +162,8 @@ def _pack(call: Call, out: Tensor, which: int) -> Destination:
 
 @follows(PAD)
 def _pad_packed(call: Call, out: Tensor, which: int) -> Destination:
-    """Place unpacked rows: they go back; what is put between them is nobody's. Lengths come from
-    the longest down.
+    """Place unpacked rows: they return to their sequences, and the padding belongs to no sample.
+    Lengths are sorted from the longest to the shortest.
     """
     (data, at), sizes = call.carriers[0], call.args[1]
     if isinstance(at, Single) or (order := order_of(at, sizes)) is None:
@@ -171,7 +177,7 @@ def _pad_packed(call: Call, out: Tensor, which: int) -> Destination:
 
 @follows(PAD_LIST)
 def _pad_list(call: Call, out: Tensor, which: int) -> Destination:
-    """Place sequences side by side; what is put behind the shorter ones is nobody's."""
+    """Place padded sequences: the padding behind the shorter ones belongs to no sample."""
     if len(call.args) < 3:
         return guess(call.carriers, out)
     args = [*call.args[:2], NOBODY, *call.args[3:]]
@@ -191,8 +197,8 @@ def _lookup(call: Call, out: Tensor, which: int) -> Destination:
 
 @follows(F.embedding_bag)
 def _bags(call: Call, out: Tensor, which: int) -> Destination:
-    """Place bags: without offsets, a row is a bag. With them, a bag belongs to the sample of all
-    its rows; where the model's input is one long list, the inputs do not tell: a bag is a sample.
+    """Place bags. Without offsets, each row is a bag. With offsets, a bag belongs to the sample of
+    all its rows. If the model's input is one long list of rows, each bag is a sample.
     """
     ids, at = call.args[0], call.carriers[0][1]
     if isinstance(at, Single) or (ids.dim() == 2 and at.dim == 0 and call.carriers[0][0] is ids):
@@ -204,7 +210,7 @@ def _bags(call: Call, out: Tensor, which: int) -> Destination:
         return guess(call.carriers, out)
     if place == Layout(len(ids)) and len(ids) != len(out):
         return Layout(len(out))
-    call.form = None  # values of the offsets say whose the bags are: no plan holds
+    call.form = None  # values of the offsets decide the owners of bags: no plan is valid
     ends = torch.cat([offsets[1:].cpu(), torch.tensor([len(ids)], device="cpu")])
     bag = torch.arange(len(offsets), device="cpu").repeat_interleave(ends - offsets.cpu())[
         : len(ids)

@@ -1,4 +1,6 @@
-"""Functions that move data and change none: sample numbers are moved in place of the data."""
+"""Functions that move data without changing values: to place the batch, they run on sample
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -78,8 +80,8 @@ def _move(call: Call, out: Tensor, which: int) -> Destination:
         place = follow_numbers(call, data, carriers, out, which)
     if not chosen_by or not isinstance(place, Place | Gone):
         return place
-    # The samples choose what is moved. A mask beside the data lets each sample choose its own rows;
-    # of other indices, only a trial tells.
+    # The samples choose the rows that are moved. With a mask that has the place of the data, each
+    # sample chooses its own rows; for other indices, only a trial can decide.
     if isinstance(place, Place) and all(t.dtype is torch.bool for t in chosen_by):
         different = {carriers.get(id(data[0])), *(carriers[id(t)] for t in chosen_by)}
         return place if len(different) == 1 else mixing(call)
@@ -94,10 +96,10 @@ def follow_numbers(
     which: int,
     choosers: Sequence[Tensor] = (),
 ) -> Destination:
-    """Return where samples are when their numbers are moved in place of the data.
+    """Return where the samples are after their numbers were moved in place of the data.
 
-    An element is of the sample that it came from, and of those that chose it: they must be the
-    same.
+    An element belongs to the sample that it came from, and to the samples that chose it. These must
+    be the same sample.
     """
     batch = next(iter(carriers.values())).batch
     shown = {id(t): numbers(t, carriers.get(id(t))) for t in data}
@@ -106,14 +108,14 @@ def follow_numbers(
             args, kwargs = swap(call.args, call.kwargs, shown)
             shown_call = call.with_arguments(args, kwargs, ())
             moved, fits = _move_numbers(shown_call, shown[id(data[0])])
-    except (RuntimeError, TypeError, NotImplementedError):  # it does not take whole numbers
+    except (RuntimeError, TypeError, NotImplementedError):  # the function does not accept integers
         return guess([(t, at) for t in data if (at := carriers.get(id(t)))], out)
     if not fits:
         return mixing(call)
     if not isinstance(moved, Tensor):
         moved = list(moved)[which]
     if not out.numel() and len(carriers) == 1 and len(data) == 1:
-        at = next(iter(carriers.values()))  # nothing is in it, but its rows may still be there
+        at = next(iter(carriers.values()))  # empty, but its rows may keep their places
         if (
             not isinstance(at, Single)
             and data[0].dim() == out.dim()
@@ -138,14 +140,14 @@ def _chooser(call: Call, index: Tensor, at: Place, out: Tensor) -> Tensor | None
     """Return, for each element of the output, the sample whose element of the index chose it; None
     where the form of the call is not known.
 
-    The index gets sample numbers in place of its values, and the data are what the index finds
-    there: the numbers themselves, along the dimension that the index is for.
+    The index gets sample numbers in place of its values. The data is replaced by a range of numbers
+    along the indexed dimension, so that the index returns the sample numbers themselves.
     """
     data = moved_data(call)[0]
     dim = _indexed_dim(call, index, data)
     if dim is None or index.dtype not in (torch.int64, torch.int32):
         return None
-    nobody = at.batch  # the last row of the stand-in: -1 would mean it, but not everywhere
+    nobody = at.batch  # the last row of the replaced data; not every function accepts -1 for it
     along = torch.arange(nobody + 1, dtype=torch.int32, device=data.device)
     along = along.view([-1 if d == dim else 1 for d in range(data.dim())])
     sizes = [nobody + 1 if d == dim else n for d, n in enumerate(data.shape)]
@@ -157,7 +159,7 @@ def _chooser(call: Call, index: Tensor, at: Place, out: Tensor) -> Tensor | None
 
 
 def _indexed_dim(call: Call, index: Tensor, data: Tensor) -> int | None:
-    """Return the dimension of the data in which an index chooses; None where it is not known."""
+    """Return the dimension of the data that an index refers to; None if it is not known."""
     if call.function in BY_INDEX:
         dim = call.argument(1, "dim", call.kwargs.get("axis"))
         return dim % data.dim() if isinstance(dim, int) and data.dim() else None
@@ -211,29 +213,31 @@ def written(call: Call, places: dict[int, Place], t: Tensor, batch: int) -> Dest
 
 
 def _move_numbers(call: Call, first: Tensor) -> tuple[Any, bool]:
-    """Return what a mover makes of sample numbers, of which `first` is where it writes to, if it
-    writes; and whether no number met another.
+    """Run a mover on sample numbers. Return its result, and whether no number was combined with
+    another one. `first` is the tensor that a writer writes to.
     """
     if adds(call):
         return _added(call, first)
     args, kwargs = list(call.args), dict(call.kwargs)
     position = MOVERS[call.function][-1]
     if position and position < len(args) and not isinstance(args[position], Tensor):
-        args[position] = NOBODY  # a number that is written is no sample's
+        args[position] = NOBODY  # a written constant belongs to no sample
     elif "value" in kwargs and not isinstance(kwargs["value"], Tensor):
         kwargs["value"] = NOBODY
     return call.function(*args, **kwargs), True
 
 
 def adds(call: Call) -> bool:
-    """Return whether a writer adds to what is there, or multiplies it."""
+    """Return whether a writer adds to the existing values, or multiplies them."""
     if call.function in ADDERS or call.kwargs.get("reduce") is not None:
         return True
     return call.function in PUTS and bool(call.argument(3, "accumulate"))
 
 
 def _added(call: Call, before: Tensor) -> tuple[Tensor, bool]:
-    """Return owners after rows were added to others, and whether no row met another sample's."""
+    """Return the owners after rows were added to others, and whether only rows of the same sample
+    were added.
+    """
     if call.function in PUTS:
         index, values = tuple(call.argument(1, "indices")), call.argument(2, "values")
         after = before.index_put(index, values.expand_as(before[index]))
@@ -244,7 +248,7 @@ def _added(call: Call, before: Tensor) -> tuple[Tensor, bool]:
         at, write, read_back = ADDERS.get(call.function, ADDERS[torch.scatter_add])
         dim, index = call.argument(1, "dim"), call.argument(2, "index")
         values = call.argument(at, "source", call.kwargs.get("src"))
-        if not isinstance(values, Tensor):  # a number is nobody's
+        if not isinstance(values, Tensor):  # a constant belongs to no sample
             values = torch.full_like(index, NOBODY, dtype=before.dtype)
         if write is torch.scatter:
             values = values[tuple(slice(n) for n in index.shape)]

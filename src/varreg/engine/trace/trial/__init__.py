@@ -1,9 +1,9 @@
-"""Trials: what is not known of a function is learned by running it with other values.
+"""Trials: run a function with other values, to see whether it keeps samples apart.
 
-`apart` tries whether a function mixes samples, `calls` a call of a torch function, `rerun` the
-forward of a model;
-`sums` tries whether an output without a batch is a sum over samples. `verdicts` remembers the
-answers.
+`try_separation` tries any function, `try_call` one call of a torch function, `rerun` the forward of
+a model, and `alone` one sample of a forward. `sums` tries whether an output without a batch is a
+sum over samples. `trial_values` makes the values, `runners` makes functions of calls, and
+`verdicts` stores the results.
 """
 
 from varreg.engine.trace.trial.trial_values import FAILURES, Verdict, undisturbed

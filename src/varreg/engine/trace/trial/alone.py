@@ -1,7 +1,7 @@
-"""A trial of a forward with one sample alone, to see whether the number of samples changes its
-output.
+"""A trial of a forward with one sample alone: does the number of samples change its output?
 
-`h / len(x)` lets no samples meet, and no tracer can see it: a number of Python's carries no mark.
+`h / len(x)` mixes no samples, but depends on their number. The tracer cannot see that, since a
+Python number has no mark.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ def depends_on_number(
     inputs: Sequence[tuple[Tensor, Place]],
     outputs: Sequence[tuple[int, Where]],
 ) -> bool:
-    """Return whether rows of some sample differ from what the forward returns for it alone.
+    """Return whether the outputs of some sample differ from those of a forward with this sample
+    alone.
 
-    Where that cannot be run, or random numbers decide, the answer is no.
+    Return False if such a forward cannot run, or if its result is random.
     """
     places = [place for _, place in inputs]
     rows = [(i, at) for i, at in outputs if isinstance(at, Layout)]
@@ -51,13 +52,15 @@ def depends_on_number(
                 for a, (_, at), b in zip(before, rows, after, strict=True):
                     if _differ(shuffle(a, at, one), b):
                         return True
-        except FAILURES:  # it does not take a sample alone
+        except FAILURES:  # the forward does not accept a single sample
             return False
     return False
 
 
 def _differ(a: Tensor | None, b: Tensor) -> bool:
-    """Return whether two tensors of one shape differ by more than kernels for other sizes do."""
+    """Return whether two tensors of one shape differ by more than rounding in kernels for different
+    sizes.
+    """
     if a is None or a.shape != b.shape or not a.is_floating_point() or not a.numel():
         return False
     gap = float((widest(a) - widest(b)).abs().max())

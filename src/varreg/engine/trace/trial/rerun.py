@@ -1,8 +1,8 @@
-"""A trial of a forward, to see whether values of the batch that left torch return and mix samples.
+"""A trial of a forward: do values of the batch that left torch return and mix samples?
 
-A statistic of the batch that left through `.item()`, NumPy or an `if` comes back as a constant, and
-no tracer sees it. So the forward is run again, without dropout and without a trace: some of the
-samples get the values of others, and the outputs of the rest must not move.
+A statistic of the batch that left torch through `.item()`, NumPy or an `if` returns as a constant,
+which the tracer cannot see. So the forward runs again, without dropout and without a trace: some of
+the samples get the values of others, and the outputs of the rest must not change.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def try_forward(
     thorough: bool = True,
     can_reorder: bool = True,
 ) -> tuple[Verdict, str]:
-    """Return the verdict on the outputs of `module.forward`, and why it says nothing, if so.
+    """Return the verdict on the outputs of `module.forward`; if it is undecided, also the reason.
 
-    Outputs are named by their position among all tensors that it returns. A `thorough` trial is
-    made with other parameters as well: behind a gate that is still zero, nothing can be seen. Where
-    samples `can_reorder`, their outputs must follow: nothing in the model is for a sample by its
-    number.
+    Outputs are named by their position among all returned tensors. A `thorough` trial is also made
+    with other parameters, since a gate that is still zero would hide the effect of values. If
+    samples `can_reorder`, their outputs must be reordered in the same way: nothing in the model
+    depends on the position of a sample.
     """
     module = unwrap(module)
     places = [place for _, place in inputs]
@@ -65,7 +65,7 @@ def try_forward(
             if rows:
                 verdict, why = _try_rows(forward, given, places, rows, thorough, can_reorder)
                 if verdict is Verdict.UNDECIDED and is_changed:
-                    continue  # it does not take other parameters
+                    continue  # the forward does not accept other parameters
                 if verdict is not Verdict.APART:
                     return verdict, why
             copies = thorough and not is_changed
@@ -75,7 +75,7 @@ def try_forward(
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the module without a wrapper whose forward would talk to other processes."""
+    """Return the module without a wrapper whose forward would communicate with other processes."""
     return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
 
 
@@ -93,7 +93,7 @@ class Forward:
         self.rehearsed, self.module, self.args, self.kwargs = rehearsed, module, args, kwargs
         self.inputs = inputs
         self.changes: list[tuple[Tensor, Tensor]] = []
-        """Parameters, and what is added to them in each run."""
+        """Parameters, each with the change that is added to it in each run."""
 
     def run(self, values: list[Tensor], seed: int | None = None) -> list[Tensor]:
         """Return all tensors that the forward returns for other values of the inputs."""
@@ -103,7 +103,7 @@ class Forward:
         with torch.no_grad():
             for p, change in self.changes:
                 p.add_(change)
-        # Copies, of the others too: a forward may write into what it is given.
+        # Copies, also of unchanged inputs: a forward may write into its inputs.
         new = {id(t): t.detach().clone() for t in tensors_of((self.args, self.kwargs))}
         new |= {id(t): v.clone() for t, v in zip(self.inputs, values, strict=True)}
         args, kwargs = replace_tensors(self.args, new), replace_tensors(self.kwargs, new)
@@ -127,7 +127,7 @@ def _try_rows(
     thorough: bool,
     can_reorder: bool,
 ) -> tuple[Verdict, str]:
-    """Return the verdict on outputs that carry the batch, and why, where they do not follow."""
+    """Return the verdict on outputs that carry the batch; if it is not APART, also the reason."""
     which, output_places = [i for i, _ in rows], [place for _, place in rows]
     run, few = forward.outputs(which), SPLITS[0 if thorough else 1]
     verdict = keeps_apart(
@@ -149,7 +149,7 @@ def _next_in_turn(batch: int) -> Tensor:
 
 
 def _are_sums(run: Run, given: list[Tensor], places: Sequence[Place], copies: bool) -> bool:
-    """Return whether outputs without a batch are sums of what each sample gives.
+    """Return whether outputs without a batch are sums over samples.
 
     Try it with `copies` of each sample, too.
     """
@@ -159,9 +159,9 @@ def _are_sums(run: Run, given: list[Tensor], places: Sequence[Place], copies: bo
 
 
 def _distinct(forward: Forward, given: list[Tensor], places: Sequence[Place]) -> list[Tensor]:
-    """Return values in which samples differ, as far as the forward takes them.
+    """Return input values in which samples differ, if the forward accepts such values.
 
-    Among samples that are all alike, nothing can be seen.
+    If all samples are equal, an exchange shows nothing.
     """
     new = [
         t + noise_like(t) if t.is_floating_point() and are_alike(t, place) else t

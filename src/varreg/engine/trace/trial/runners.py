@@ -1,4 +1,4 @@
-"""A call of a torch function as a function of the tensors that carry the batch."""
+"""Turn a call of a torch function into a function of the tensors that carry the batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def fixed_tensors(call: Call) -> list[Tensor]:
 
 
 def with_other_constants(call: Call) -> Call | None:
-    """Return the call with random numbers in place of constants; None if it has none."""
+    """Return the call with random numbers in place of constants; None if it has no constants."""
     known = {id(t) for t, _ in call.lost} | {id(t) for t in call.summed}
     other = {
         id(t): random_like(t, positive=True)
@@ -34,12 +34,15 @@ def with_other_constants(call: Call) -> Call | None:
 
 
 def _is_number(t: Tensor) -> bool:
-    """Return whether a tensor holds numbers that others could stand in for; an index does not."""
+    """Return whether random numbers may replace the values of a tensor. Those of an index may not
+    be replaced.
+    """
     return t.layout is torch.strided and (t.is_floating_point() or t.is_complex())
 
 
 def make_runner(call: Call, which: int, dtype: torch.dtype | None) -> tuple[Run, list[Tensor]]:
-    """Return one result of a call as a function of the tensors that carry the batch, and those.
+    """Return one result of a call as a function of the tensors that carry the batch, and these
+    tensors.
 
     Floating-point tensors are cast to `dtype`; None leaves them as they are.
     """
@@ -51,7 +54,7 @@ def make_runner(call: Call, which: int, dtype: torch.dtype | None) -> tuple[Run,
     fixed = {id(t): cast(t.detach()) for t in fixed_tensors(call)}
 
     def run(inputs: list[Tensor]) -> list[Tensor]:
-        # Copies, since the function may write into what it is given.
+        # Copies, since the function may write into its arguments.
         copies = {k: t.clone() for k, t in fixed.items()}
         copies |= dict(zip(ids, inputs, strict=True))
         if not any(t.requires_grad for t in inputs):
@@ -67,7 +70,7 @@ def make_runner(call: Call, which: int, dtype: torch.dtype | None) -> tuple[Run,
 
 
 def _without_gradients(run: Run) -> Run:
-    """Return the function, run without a graph where no input needs one."""
+    """Return the function, without a graph if no input requires a gradient."""
 
     def run_plain(inputs: list[Tensor]) -> list[Tensor]:
         if any(t.requires_grad for t in inputs):
@@ -79,7 +82,8 @@ def _without_gradients(run: Run) -> Run:
 
 
 def add_gradients(forward: Run, inputs: list[Tensor], out: Tensor) -> Run | None:
-    """Return a function that also returns the vector-Jacobian product; None where it has none.
+    """Return a function that also returns the vector-Jacobian product; None if the function has no
+    gradient.
 
     It takes the inputs and a cotangent, and returns the output and the gradients of the inputs.
     """
@@ -91,7 +95,7 @@ def add_gradients(forward: Run, inputs: list[Tensor], out: Tensor) -> Run | None
         with torch.enable_grad():
             leaves = [t.detach().clone() for t in values]
             variables = [t.requires_grad_() for t in leaves if t.is_floating_point()]
-            # Products with 1 are no leaves: the function may write into them.
+            # Products with 1 are not leaves, so the function may write into them.
             result = forward([t.mul(1) if t.requires_grad else t for t in leaves])[0]
             if not result.requires_grad:
                 return [result.detach(), *(torch.zeros_like(t) for t in variables)]

@@ -1,4 +1,4 @@
-"""Trials of outputs without a batch, to see whether they are sums over samples.
+"""Trials of outputs without a batch: are they sums over samples?
 
 L is such a sum if L(a, b) − L(a′, b) − L(a, b′) + L(a′, b′) = 0 for every split of the samples
 into two sides a and b.
@@ -31,8 +31,8 @@ def is_sum(
     at: Sequence[Place],
     random: bool = True,
 ) -> bool:
-    """Return whether outputs without a batch are sums of what each sample gives."""
-    # Two samples that have each other's values alone do not show L(a, b) = −L(b, a).
+    """Return whether outputs without a batch are sums over samples."""
+    # If two samples only exchange their values, the trial does not notice L(a, b) = −L(b, a).
     draws: list[Callable[[], tuple[list[Tensor], list[Tensor]]]] = [
         lambda: (inputs, other_samples(inputs, at))
     ]
@@ -60,7 +60,7 @@ def _random(inputs: list[Tensor], positive: bool) -> list[Tensor]:
 def is_mean_of_copies(run: Run, inputs: list[Tensor], at: Sequence[Place]) -> bool:
     """Return whether sums over samples are the mean of the sums over as many copies of each sample.
 
-    This shows a branch that is taken for the batch, where it would be another for some samples.
+    This finds a branch of the code that the whole batch takes, but some samples alone would not.
     """
     batch = at[0].batch
     if batch > MOST_COPIES or not all(isinstance(place, Layout) for place in at):
@@ -80,11 +80,11 @@ def is_mean_of_copies(run: Run, inputs: list[Tensor], at: Sequence[Place]) -> bo
 
 
 class _NotASumError(Exception):
-    """The outputs are no sums over samples."""
+    """The outputs are not sums over samples."""
 
 
 def _try_sum(run: Run, inputs: list[Tensor], others: list[Tensor], at: Sequence[Place]) -> bool:
-    """Return whether the outputs moved at all; raise where they are no sums."""
+    """Return whether the outputs changed at all; raise a `_NotASumError` if they are not sums."""
     moved = False
     every = torch.ones(at[0].batch, dtype=torch.bool, device="cpu")
     first, last = run(inputs), run(exchange(inputs, others, at, every))
@@ -103,5 +103,5 @@ def _try_sum(run: Run, inputs: list[Tensor], others: list[Tensor], at: Sequence[
 
 
 def _largest(t: Tensor) -> float:
-    """Return the largest size of a finite value."""
+    """Return the largest absolute value among finite values."""
     return float(t.abs().nan_to_num(0.0, 0.0, 0.0).max())

@@ -1,4 +1,4 @@
-"""The parts of a trial: splits of the samples, other values for some of them, comparison."""
+"""Tools of trials: split the samples, replace values of some of them, and compare results."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from varreg.engine.trace.layout import Layout, Place, Single, as_rows, owners_of
 from varreg.thresholds import SAME, SAME_AT_MOST, SAME_TO_LARGEST, USUAL_SIZES
 
 Run = Callable[[list[Tensor]], list[Tensor]]
-"""A function that is tried: from tensors that carry the batch to its results."""
+"""The function under trial: from tensors that carry the batch to its results."""
 FAILURES = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, AssertionError)
-"""Errors of a function that does not take the values of a trial."""
+"""Errors of a function that does not accept the values of a trial."""
 
 
 class _Seed(threading.local):
@@ -27,7 +27,7 @@ class _Seed(threading.local):
 
 
 class _Trials(threading.local):
-    """Trials that run in this thread, one inside of another."""
+    """The number of trials that run in this thread, one inside of another."""
 
     number = 0
 
@@ -36,12 +36,14 @@ _seed, _trials = _Seed(), _Trials()
 
 
 def is_trial_running() -> bool:
-    """Return whether a trial runs in this thread: its random numbers are nobody's."""
+    """Return whether a trial runs in this thread, whose random numbers must not count as the
+    user's.
+    """
     return _trials.number > 0
 
 
 class Verdict(enum.Enum):
-    """The answer of a trial."""
+    """The result of a trial."""
 
     APART = "samples are kept apart"
     MIXED = "samples meet, or change places"
@@ -59,9 +61,11 @@ def splits(batch: int) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Leave generators as they were, and keep a trial out of the checkpoints around it.
+    """Restore random generators after the `with` block, and keep its tensors out of checkpoints
+    around it.
 
-    A checkpoint that saved tensors of a trial would miss them when it runs again without one.
+    A checkpoint that saved tensors of a trial would not find them when it runs again without the
+    trial.
     """
     with devices.kept_generators(), contextlib.ExitStack() as stack:
         if _torch.saved_tensors_hooks is None or _torch.saved_tensors_hooks(True) is not None:
@@ -79,7 +83,9 @@ def _identity(t: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def same_random_numbers(inputs: Sequence[Tensor]) -> Iterator[None]:
-    """Let random functions draw the same numbers each time, and leave generators as they were."""
+    """Make random functions draw the same numbers in each `with` block, and restore the
+    generators.
+    """
     used = {t.device for t in inputs}
     with devices.kept_generators(used):
         devices.seed_generators(_seed.value, used)
@@ -88,7 +94,9 @@ def same_random_numbers(inputs: Sequence[Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def other_random_numbers() -> Iterator[None]:
-    """Let random functions draw other numbers than in the rest of the trial."""
+    """Make random functions draw other numbers than in the rest of the trial, inside of the `with`
+    block.
+    """
     _seed.value = 1
     try:
         yield
@@ -106,7 +114,7 @@ def rows_of(t: Tensor, at: Place, chosen: Tensor) -> Tensor:
 
 
 def shuffle(t: Tensor, at: Place, order: Tensor) -> Tensor | None:
-    """Return the tensor with samples in another order; None where they are not alike in size."""
+    """Return the tensor with samples in another order; None if they differ in size."""
     if not isinstance(at, Layout):
         return None
     rows = (
@@ -130,18 +138,18 @@ def are_alike(t: Tensor, at: Place) -> bool:
 
 
 def noise_like(t: Tensor) -> Tensor:
-    """Return normal random values with the spread of `t`'s, if that is of a usual size."""
+    """Return normal random values with the standard deviation of `t`, or 1 if that is extreme."""
     size = spread(t)
     return torch.randn_like(t) * (size if USUAL_SIZES[0] < size < USUAL_SIZES[1] else 1.0)
 
 
 def spread(t: Tensor) -> float:
-    """Return the standard deviation of a tensor's values; 0 where it has one value."""
+    """Return the standard deviation of a tensor's values; 0 for a single value."""
     return float(devices.widest(t.detach()).std()) if t.numel() > 1 else 0.0
 
 
 def random_like(t: Tensor, positive: bool, below: int = 0) -> Tensor:
-    """Return random values of the kind and size of a tensor's.
+    """Return random values of the type and size of a tensor's values.
 
     Whole numbers are drawn from those of the tensor, or below a limit.
     """
@@ -149,7 +157,7 @@ def random_like(t: Tensor, positive: bool, below: int = 0) -> Tensor:
         return torch.rand(t.shape, device=t.device) < 0.5
     if t.is_complex():
         return torch.randn_like(t)
-    if not t.is_floating_point():  # any other number might be no valid index
+    if not t.is_floating_point():  # any other number might not be a valid index
         if below:
             return torch.randint(below, t.shape, device=t.device, dtype=t.dtype)
         return t.flatten()[torch.randint(t.numel(), t.shape, device=t.device)]
@@ -183,8 +191,8 @@ def exchange(
 
 
 def is_close(a: Tensor, b: Tensor, times: float = 1.0) -> Tensor:
-    """Return where two tensors are the same, to some `times` of rounding, relative to the largest
-    value.
+    """Return, element by element, whether two tensors are equal within `times` the usual rounding,
+    relative to the largest value.
     """
     if not (a.is_floating_point() or a.is_complex()):
         return a == b

@@ -1,4 +1,4 @@
-"""Trials of one call of a torch function: whether it keeps samples apart, is a sum, is affine."""
+"""Trials of one call of a torch function: does it keep samples apart, is it a sum, is it affine?"""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from varreg.thresholds import AFFINE, AFFINE_SIZES, LARGE_VALUES, ROUNDING_OF_RA
 
 
 def try_call(call: Call, there: Place, which: int) -> Verdict:
-    """Return whether a call takes each sample to its place in the output, and to no other."""
+    """Return whether each sample of a call affects only its own place in the output."""
     places = [place for _, place in call.carriers]
     fixed = fixed_tensors(call)
     below = min([n for t in fixed for n in t.shape], default=0)
@@ -35,7 +35,7 @@ def try_call(call: Call, there: Place, which: int) -> Verdict:
             out = forward(inputs)[0]
         except FAILURES:
             continue
-        if out.layout is not torch.strided:  # its rows cannot be looked at
+        if out.layout is not torch.strided:  # its rows cannot be read
             return Verdict.UNDECIDED
         both = add_gradients(forward, inputs, out)
         if both is None:
@@ -55,8 +55,8 @@ def try_call(call: Call, there: Place, which: int) -> Verdict:
 
 
 def _precisions(call: Call) -> tuple[torch.dtype | None, ...]:
-    """Return the precisions in which to try a call: double, where nothing hides behind rounding, if
-    all of its devices have it; then its own, which is None.
+    """Return the precisions in which to try a call: float64, in which rounding hides little, if all
+    of its devices support it; then None, for its own precision.
     """
     wide = all(has_float64(t.device) for t in call.tensors())
     return (torch.float64, None) if wide else (None,)
@@ -65,9 +65,9 @@ def _precisions(call: Call) -> tuple[torch.dtype | None, ...]:
 def _try_gradients(
     both: Run, inputs: list[Tensor], places: Sequence[Place], there: Place, cotangent: Tensor
 ) -> Verdict:
-    """Return whether gradients go back to the sample they come from, and to no other."""
+    """Return whether the gradient of each sample's output reaches only that sample."""
     grad_places = [at for t, at in zip(inputs, places, strict=True) if t.is_floating_point()]
-    # A backward may clip what is large; and what samples that are alike send back says little.
+    # A backward may clip large values; and equal samples would show little.
     random = [random_like(t, positive=False) for t in inputs]
     for values, size in ((inputs, 1.0), (inputs, LARGE_VALUES), (random, 1.0)):
         verdict = keeps_apart(
@@ -85,7 +85,9 @@ def _try_gradients(
 
 
 def _is_apart_as_given(call: Call, there: Place, which: int) -> bool:
-    """Try it once more in the precision at hand: a function may do something else there."""
+    """Return whether a call keeps samples apart in its own precision, where it may behave
+    differently.
+    """
     if all(x.dtype is torch.float64 or not x.is_floating_point() for x, _ in call.carriers):
         return True
     forward, inputs = make_runner(call, which, None)
@@ -104,10 +106,10 @@ def _follows_order(
     there: Place,
     fixed: Sequence[Tensor],
 ) -> bool:
-    """Return whether samples in another order give the same results in that order: with the values
-    at hand, and with random ones, since among samples that are alike there is no order.
+    """Return whether reordered samples give the same results in the new order. This is tried with
+    the given values, and with random ones, since the order of equal samples cannot be seen.
 
-    Constants with a row for each sample are for samples as they stand: nothing is tried then.
+    If constants have a row for each sample, the order of samples matters, and nothing is tried.
     """
     if not isinstance(there, Layout):
         return True
@@ -135,7 +137,7 @@ def _follows_order(
 def try_sum(call: Call, which: int) -> bool:
     """Return whether a call's output is a sum over samples.
 
-    Indices and labels stay as they are: a sum may be weighted by what they say (`is_weighted`).
+    Indices and labels are not changed: a sum may be weighted by them (`is_weighted`).
     """
     floats = [(x, at) for x, at in call.carriers if x.is_floating_point()]
     return _is_sum(call.with_carriers(floats), which)
@@ -144,7 +146,7 @@ def try_sum(call: Call, which: int) -> bool:
 def is_weighted(call: Call, which: int) -> bool:
     """Return whether labels of one sample change the weight of another.
 
-    A mean over those that are not ignored does so. Samples are exchanged with their labels.
+    A mean over the samples that are not ignored does so. Samples are exchanged with their labels.
     """
     if all(x.is_floating_point() for x, _ in call.carriers):
         return False

@@ -1,11 +1,11 @@
-"""Trials of any function, to see whether it keeps samples apart.
+"""Trials of any function: does it keep samples apart?
 
-What is not known is tried. The samples are split in two in so many ways that every two of them are
-once on different sides. Each time, one side gets other values, and on the other side nothing may
-move: not the output, and not the gradients that a vector-Jacobian product sends back. This is done
-with the values at hand and with random ones. A trial in which some sample's output never moves says
-nothing about that sample; it is repeated with random values, and if they say nothing either, the
-answer is `UNDECIDED`, which no caller takes for a yes.
+The samples are split into two sides, in so many ways that any two samples are on different sides at
+least once. Each time, one side gets other values, and the other side must not change: neither its
+output, nor the gradients that a vector-Jacobian product sends back. This is done with the given
+values and with random ones. If some sample's output never changes, the trial shows nothing about
+that sample, and is repeated with random values. If these show nothing either, the verdict is
+`UNDECIDED`, which callers treat as a no.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from varreg.engine.trace.trial.trial_values import (
 from varreg.thresholds import EXCHANGES, ROUNDS, SIZES_TRIED
 
 Draw = Callable[[], tuple[list[Tensor], list[Tensor]]]
-"""Makes values of the inputs, and others that take their place."""
+"""Makes values of the inputs, and the values that replace them."""
 
 
 def keeps_apart(
@@ -47,12 +47,13 @@ def keeps_apart(
     padded: bool = False,
     few: int | None = None,
 ) -> Verdict:
-    """Return whether a function takes each sample to its place in the outputs, and to no other.
+    """Return whether each sample affects only its own place in the outputs of a function.
 
-    With `needs_proof`, every sample's output has to move with it, in one of the trials; else an
-    output that never moves is taken for a constant, as it may be in a model. Whole numbers may
-    be any `below` a limit. Outputs may be `padded` to the longest sample's size: what is beyond is
-    the same for all. Of the splits, `few` pairs will do where each run is dear.
+    With `needs_proof`, the output of every sample must change with its values in at least one
+    trial. Otherwise, an output that never changes counts as a constant, as it may be in a model.
+    Integers may have any value `below` a limit. Outputs may be `padded` to the size of the longest
+    sample, with padding that is the same for all. With `few`, only so many pairs of splits are
+    tried, if each run is expensive.
     """
     moved = [torch.zeros(places[0].batch, dtype=torch.bool, device="cpu") for _ in output_places]
     tried = exchanges = 0
@@ -61,7 +62,7 @@ def keeps_apart(
         try:
             new, others = draw()
             number = _try_values(run, new, others, places, output_places, moved, padded, few)
-        except FAILURES:  # it does not take such values
+        except FAILURES:  # the function does not accept such values
             continue
         if number is None:
             return Verdict.MIXED
@@ -79,11 +80,11 @@ def _at_hand(inputs: list[Tensor], places: Sequence[Place]) -> Draw:
 
 
 def _draws(inputs: list[Tensor], places: Sequence[Place], below: int) -> Iterator[Draw]:
-    """Yield values to try, each with others to put in their place.
+    """Yield values to try, each with the values that replace them.
 
-    The values at hand come with those of other samples, and with random ones: two samples that
-    happen to be in order stay so if they have each other's values alone. Random values follow, of
-    several sizes, in several rounds: few samples have few ways to be exchanged.
+    The given values are replaced by those of other samples, and by random ones, since an exchange
+    of two samples alone does not reveal every dependence on their order. Then random values of
+    several sizes follow, in several rounds, since few samples can be exchanged in few ways only.
     """
 
     def random(size: float, positive: bool = False, below: int = 0) -> list[Tensor]:
@@ -113,11 +114,11 @@ def _try_values(
     padded: bool,
     few: int | None,
 ) -> int | None:
-    """Return how many exchanges kept samples apart, None where one did not; note the samples whose
-    outputs moved with them.
+    """Return the number of exchanges that kept samples apart; None if one did not. Note the samples
+    whose outputs changed with their values.
     """
     before, number = run(inputs), 0
-    for i, place in enumerate(output_places):  # a sample that has no rows has nothing to move
+    for i, place in enumerate(output_places):  # without rows, a sample has no output
         moved[i] |= ~samples_in(torch.ones_like(before[i], dtype=torch.bool), place)
     for chosen in itertools.islice(splits(places[0].batch), None if few is None else 2 * few):
         after = run(exchange(inputs, others, places, chosen))
@@ -137,9 +138,9 @@ def stays_among_copies(
     output_places: Sequence[Place],
     most: int,
 ) -> bool:
-    """Return whether a sample's outputs stay when all others are made its copies.
+    """Return whether a sample's outputs stay the same when all other samples become copies of it.
 
-    This shows what a swap cannot: a branch that is taken only where samples differ.
+    This finds what an exchange cannot: a branch that is taken only if samples differ.
     """
     if not all(isinstance(place, Layout) for place in places):
         return True
@@ -162,11 +163,11 @@ def follows_order(
     make_order: Callable[[int], Tensor],
     rounding: float = 1.0,
 ) -> bool:
-    """Return whether samples in another order give the same outputs in that order, to some times of
-    the usual `rounding`.
+    """Return whether reordered samples give the same outputs in the new order, within `rounding`
+    times the usual rounding.
 
-    `run_otherwise` draws other random numbers. Where they matter, samples need not follow: numbers
-    are drawn for rows as they stand.
+    `run_otherwise` draws other random numbers. If they change the outputs, the outputs need not
+    follow the order, since numbers are drawn for rows by their position.
     """
     if not all(isinstance(place, Layout) for place in (*places, *output_places)):
         return True
@@ -188,9 +189,9 @@ def follows_order(
 def _unmoved(
     before: Tensor, after: Tensor, at: Place, still: Tensor, padded: bool
 ) -> Tensor | None:
-    """Return where two outputs are the same; None where rows of samples moved that must be still.
+    """Return where two outputs are equal; None if rows changed that must not change.
 
-    Where they may be `padded`, sizes may differ, and the part that both have is compared.
+    If outputs may be `padded`, their sizes may differ, and the common part is compared.
     """
     if before.shape != after.shape:
         if not (padded and _is_padding(before, after, at, still)):
@@ -202,10 +203,10 @@ def _unmoved(
 
 
 def _is_padding(a: Tensor, b: Tensor, at: Place, still: Tensor) -> bool:
-    """Return whether two tensors differ by padding alone, in the rows of samples that are still.
+    """Return whether two tensors differ only by padding, in the rows that must not change.
 
-    They differ in the size of one dimension, and what only one of them has is the same at every
-    place along it, for every such sample.
+    Then they differ in the size of one dimension, and the part that only one of them has is
+    constant along this dimension, for every such sample.
     """
     if isinstance(at, Single) or a.dim() != b.dim():
         return False

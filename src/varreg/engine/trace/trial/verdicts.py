@@ -2,9 +2,10 @@
 
 A verdict holds for calls of the same kind: the function, its plain arguments, and for each tensor
 its type, its shape and what it is (where it carries the batch, or that it is a constant). After
-eight different sizes have passed, sizes are taken to make no difference. Where values of a constant
-may decide (an index, a mask, an adjacency as long as the batch; or any that is tried with other
-values and then decides otherwise), nothing is kept.
+eight different sizes have passed, the size is assumed to make no difference, except for batches of
+up to four samples: a function may treat a small number as a special case. If values of a constant
+may decide (an index, a mask, an adjacency as long as the batch; or any constant whose other values
+change the verdict), the verdict is not stored.
 """
 
 from __future__ import annotations
@@ -20,32 +21,35 @@ from varreg.engine.trace.layout import Layout, Place, Single
 from varreg.engine.trace.trial.runners import fixed_tensors, with_other_constants
 from varreg.engine.trace.trial.trial_values import Verdict, undisturbed
 from varreg.engine.trace.trial.try_call import is_weighted, try_affine, try_call, try_sum
-from varreg.thresholds import EARLY, ENOUGH_SIZES, MOST_VERDICTS, RECORDS
+from varreg.thresholds import EARLY, ENOUGH_SIZES, MOST_VERDICTS, RECORDS, SMALL_BATCH
 
 Escape = tuple[str, str, bool | None]
-"""Where values of the batch left torch: by a function, in a module, and with which answer, if that
-was yes or no."""
+"""How values of the batch left torch: the function, the module, and the value, if it was True or
+False.
+"""
 Range = tuple[float, float]
 _PLAIN = (int, float, str, type(None))
 _BY_VALUES = "by values"
-"""In place of a verdict that holds for the values of constants that were tried alone."""
+"""Stands for a verdict that is valid only for the values of constants in its trial."""
 
 
 class Verdicts:
-    """Trials of calls, each made when it is needed, and remembered."""
+    """The verdicts on calls: each trial is made when it is needed first, and its verdict is
+    stored.
+    """
 
     def __init__(self) -> None:
         self._verdicts: dict[Any, Any] = {}
         self._passed: dict[Any, set[Any]] = {}  # sizes that have passed, by kind
-        self._times: dict[Any, int] = {}  # how often something was met
+        self._times: dict[Any, int] = {}  # number of calls of `due`, by subject
         self._ranges: dict[Escape, Range] = {}  # of numbers that left torch
-        self.places: dict[Any, Place] = {}  # of tensors that came from out of sight
+        self.places: dict[Any, Place] = {}  # of tensors of unknown origin
 
     def due(self, key: Any) -> bool:
-        """Return whether something is to be tried, now that it is met once more.
+        """Return whether a subject is to be tried at this call.
 
-        It is, the first four times and then the 8th, 16th, 32nd … time: what may change is tried
-        again, for less and less of the time.
+        It is in the first four calls, then in the 8th, 16th, 32nd … call: a behaviour that may
+        change is tried again, more and more rarely.
         """
         times = self._times[key] = self._times.get(key, 0) + 1
         return times <= EARLY or times & (times - 1) == 0
@@ -53,7 +57,7 @@ class Verdicts:
     def is_record(self, key: Escape, numbers: Range | None) -> bool:
         """Return whether numbers that left torch are to be tried because they are larger or smaller
         than all before: code may take another branch beyond some limit. The first 16 such times
-        count, and then the 32nd, 64th, … one: numbers that grow all the time are no news.
+        count, and then the 32nd, 64th, …, since some numbers grow in every step.
         """
         if numbers is None:
             return False
@@ -66,15 +70,15 @@ class Verdicts:
         return times <= RECORDS or times & (times - 1) == 0
 
     def is_early(self, key: Any) -> bool:
-        """Return whether something was met four times at most."""
+        """Return whether a subject came up four times at most."""
         return self._times.get(key, 0) <= EARLY
 
     def forget(self, key: Any) -> None:
-        """Make something due the next time: its trial failed, or was not made after all."""
+        """Make a subject due the next time: its trial failed, or was not made."""
         self._times.pop(key, None)
 
     def of_call(self, call: Call, there: Place, which: int) -> Verdict:
-        """Return whether a call takes each sample to its place in a result, and to no other."""
+        """Return whether each sample of a call affects only its own place in a result."""
         if goes_by_values(call) or has_rows_for_samples(call):
             return self.of_values(call, there, which)
         kind = ("apart", _kind_of(call, which), _form_of(there))
@@ -84,17 +88,21 @@ class Verdicts:
         return verdict
 
     def of_values(self, call: Call, there: Place, which: int) -> Verdict:
-        """Return the same for these very values, which may decide: it is tried each time."""
+        """Return the same for these values of the tensors, which may decide: a trial is made each
+        time.
+        """
         with undisturbed():
             return try_call(call, there, which)
 
     def of_sum(self, call: Call, which: int) -> bool:
-        """Return whether a result without a batch is a sum of what each sample gives."""
+        """Return whether a result without a batch is a sum over samples."""
         kind = ("sum", _kind_of(call, which))
         return bool(self._remember(call, kind, lambda other: try_sum(other, which), True))
 
     def of_weights(self, call: Call, which: int) -> bool:
-        """Return whether labels of one sample change the weight of another, as they do now."""
+        """Return whether the labels of one sample change the weight of another, for these
+        labels.
+        """
         with undisturbed():
             return is_weighted(call, which)
 
@@ -113,12 +121,12 @@ class Verdicts:
         return bool(self._remember(call, kind, lambda _: trial(), True))
 
     def _remember(self, call: Call, kind: Any, trial: Callable[[Call], Any], good: Any) -> Any:
-        """Return the verdict on calls of a kind and of these sizes; make the trial if it is new, or
-        if a good one does not hold for other values of constants.
+        """Return the stored verdict on calls of a kind and of these sizes; make the trial if there
+        is none, or if values of constants may change it.
         """
         sizes = _sizes_of(call)
         passed = self._passed.setdefault(kind, set())
-        if len(passed) >= ENOUGH_SIZES:
+        if len(passed) >= ENOUGH_SIZES and not _is_small(call):
             return good
         verdict = self._verdicts.get((kind, sizes))
         if verdict is not None and verdict is not _BY_VALUES:
@@ -133,7 +141,7 @@ class Verdicts:
                     self._verdicts.clear()
                 self._verdicts[(kind, sizes)] = verdict
         if verdict is _BY_VALUES:
-            call.form = None  # values of a constant decide: no plan holds
+            call.form = None  # values of a constant decide: no plan is valid
         elif found == good:
             passed.add(sizes)
         return found
@@ -142,10 +150,17 @@ class Verdicts:
 def has_rows_for_samples(call: Call) -> bool:
     """Return whether a constant has a dimension as long as the batch.
 
-    Its values may say which samples meet.
+    Its values may decide which samples mix.
     """
     lengths = {at.batch if isinstance(at, Single) else at.size for _, at in call.carriers}
     return any(n in lengths for t in fixed_tensors(call) if not t.requires_grad for n in t.shape)
+
+
+def _is_small(call: Call) -> bool:
+    """Return whether there are so few samples that their number may be a special case, as three
+    rows are for `torch.cross` without a dimension.
+    """
+    return any(at.batch <= SMALL_BATCH for _, at in call.carriers)
 
 
 def _sizes_of(call: Call) -> tuple[Any, ...]:
@@ -153,7 +168,7 @@ def _sizes_of(call: Call) -> tuple[Any, ...]:
 
 
 def _kind_of(call: Call, which: int) -> tuple[Any, ...]:
-    """Return what tells one kind of call from another, sizes left out."""
+    """Return the key of a kind of call: everything that matters except sizes."""
     roles = {id(x): _form_of(at) for x, at in call.carriers}
     kinds = [_describe(a, roles) for a in call.args]
     kinds += [(k, _describe(v, roles)) for k, v in call.kwargs.items()]
@@ -161,7 +176,7 @@ def _kind_of(call: Call, which: int) -> tuple[Any, ...]:
 
 
 def _describe(a: Any, roles: dict[int, Any]) -> Any:
-    """Return what tells one kind of argument from another."""
+    """Return the part of the key for one argument."""
     if isinstance(a, _PLAIN):
         return type(a), a
     if isinstance(a, Tensor):
@@ -174,7 +189,7 @@ def _describe(a: Any, roles: dict[int, Any]) -> Any:
 
 
 def _form_of(at: Place) -> tuple[Any, ...]:
-    """Return what tells one kind of place from another."""
+    """Return the part of the key for one place."""
     if isinstance(at, Layout):
         return at.dim, at.outer > 1, at.inner > 1
     return type(at), 0 if isinstance(at, Single) else at.dim

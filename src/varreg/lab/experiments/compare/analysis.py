@@ -1,4 +1,4 @@
-"""What a comparison says, in numbers. A pure function of saved results."""
+"""Analyze a comparison: its findings in numbers. A pure function of saved results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def analyze(comparison: Comparison, results: Results) -> dict[str, Any]:
-    """Return all that the report shows, in plain values: `results.json`."""
+    """Return the findings that the report shows, in plain values, as in `results.json`."""
     base = learning_rates.best(comparison, comparison.optimizers[0], results)
     goal = target(base, results) if base else math.nan
     arms = [summary_of(arm, results, goal) for arm in comparison.arms(results)]
@@ -91,8 +91,8 @@ def _finite(value: float) -> float:
 
 
 def broken(runs: list[dict[str, Any]]) -> list[bool]:
-    """Return which runs broke: those that diverged, and those that at the end have lost more than
-    half of what the median run gained in training loss.
+    """Return which runs broke: those that diverged, and those whose training loss at the end is
+    worse by more than half of the median run's gain.
     """
     ends = [final(run, "train_loss") for run in runs]
     middle = statistics.median(ends) if ends else math.nan
@@ -104,7 +104,7 @@ def broken(runs: list[dict[str, Any]]) -> list[bool]:
 
 
 def trials_of(comparison: Comparison, results: Results) -> list[dict[str, Any]]:
-    """Return what tuning saw: one row for each trial that has ended."""
+    """Return the results of tuning: one row for each trial that has ended."""
     rows = []
     for spec in comparison.optimizers:
         best = learning_rates.best(comparison, spec, results)
@@ -136,7 +136,7 @@ def warnings_of(
     arms: list[dict[str, Any]],
     complete: bool,
 ) -> list[str]:
-    """Return what a reader should be warned of."""
+    """Return the warnings for the reader."""
     out = [] if complete else [PARTIAL]
     for spec in comparison.optimizers:
         out += grid_warnings(comparison, spec, [row for row in trials if row["optimizer"] == spec])

@@ -1,4 +1,4 @@
-"""Whether a comparison can be made: what a person asks for, and what a file says."""
+"""Check the arguments of a comparison, from a person or from a file."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ SAVED: dict[str, schema.Check] = {
     "schedules": schema.is_texts,
     "tried": schema.is_numbers,
 }
-"""What the arguments of a comparison must be in a file."""
+"""The types of the arguments of a comparison in a file."""
 LATER: dict[str, Any] = {"recipe": {}, "schedules": [], "tried": []}
-"""Arguments that files of earlier versions do not have, with what they mean there."""
+"""Arguments that files of earlier versions do not have, with their values in such files."""
 LONGEST = 1000
 """Characters in the name and options of an optimizer, in a file."""
 
 
 def check_budget(comparison: Comparison) -> None:
-    """Raise if something is wrong that can be seen without importing or building anything."""
+    """Raise a VarregError for faults that can be found without importing or building anything."""
     parsed = [str(optimizers.parse(spec)) for spec in comparison.optimizers]
     if len(parsed) < 2 or len(set(parsed)) < len(parsed):
         raise VarregError(
@@ -69,7 +69,7 @@ def check_budget(comparison: Comparison) -> None:
 
 
 def check_saved_optimizer(spec: str) -> None:
-    """Raise if a file names an optimizer that there is not. Nothing is built."""
+    """Raise a VarregError if a file names an unknown optimizer. Nothing is built."""
     if len(spec) > LONGEST:
         raise VarregError(f"varreg: an optimizer has a name of {len(spec)} characters.")
     name, options = optimizers.parse(spec)
@@ -78,7 +78,9 @@ def check_saved_optimizer(spec: str) -> None:
 
 
 def check_saved_options(options: dict[str, Any], where: str) -> None:
-    """Raise if a file has options that are no numbers or words, or a recipe that there is not."""
+    """Raise a VarregError if a file has options that are neither numbers nor text, or an unknown
+    recipe.
+    """
     if "s" in options and not schema.is_number(options["s"]):
         raise VarregError(f"varreg: {where}: s must be a number.")
     for key, value in options.items():
@@ -89,7 +91,7 @@ def check_saved_options(options: dict[str, Any], where: str) -> None:
 
 
 def check_saved_numbers(trials: tuple[Any, ...]) -> None:
-    """Raise unless all are numbers of trials."""
+    """Raise a VarregError unless all values are numbers of trials."""
     if not all(map(schema.is_positive, trials)):
         raise VarregError("varreg: a comparison has numbers of trials that are none.")
 

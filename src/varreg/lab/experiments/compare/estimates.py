@@ -1,4 +1,4 @@
-"""Paired differences, and how sure one can be of them."""
+"""Paired differences, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ RESAMPLES = 9999
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its confidence interval: without end where there are too few values for one,
-    nan where there is no number.
+    """A number with its confidence interval. The interval is unbounded if there are too few values;
+    the number is nan if there are none.
     """
 
     value: float
@@ -26,7 +26,7 @@ class Estimate:
         return math.isfinite(self.high - self.low)
 
     def excludes(self, x: float) -> bool:
-        """Return whether the interval says that it is not x."""
+        """Return whether the interval excludes x."""
         return self.low > x or self.high < x
 
 
@@ -37,9 +37,9 @@ def mean_difference(a: list[float], b: list[float], level: float = 0.95) -> Esti
     """Return the mean of a − b over pairs, with its bootstrap-t interval (Efron and Tibshirani
     1993, chapter 12).
 
-    Resampled means are divided by their own standard error. That keeps what an interval promises
-    with ten pairs, where the usual percentile and BCa bootstraps are too short, and it has no end
-    where there are too few pairs to say anything.
+    Resampled means are divided by their own standard error. Such an interval has its nominal
+    coverage with ten pairs, for which the usual percentile and BCa bootstraps are too short. It is
+    unbounded for too few pairs.
 
     >>> mean_difference([1.0, 2.0, 3.0], [0.5, 1.5, 2.5])
     Estimate(value=0.5, low=0.5, high=0.5)
@@ -92,8 +92,8 @@ def median_ratio(a: list[float], b: list[float], level: float = 0.95) -> Estimat
 
 
 def sign_test(more: int, less: int) -> float:
-    """Return how likely it is that of so many pairs at least so many differ in one direction, if
-    both directions are as likely.
+    """Return the probability that at least this number of the pairs differ in one direction, if
+    both directions are equally likely.
 
     >>> sign_test(6, 0)
     0.03125

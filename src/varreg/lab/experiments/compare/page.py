@@ -1,4 +1,4 @@
-"""The page of a comparison: the numbers, curves, what tuning saw, λ and the noise."""
+"""The page of a comparison: numbers, curves, results of tuning, λ and the noise."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def page_of(comparison: Comparison, results: Results, findings: Findings, about:
 
 
 def _budget(comparison: Comparison) -> str:
-    """Return what was tried and run, in words."""
+    """Return a description of all trials and runs."""
     counts = {spec: len(learning_rates.grid(comparison, spec)) for spec in comparison.optimizers}
     each = (
         ", ".join(f"{spec} {n}" for spec, n in counts.items())
@@ -53,7 +53,7 @@ def _budget(comparison: Comparison) -> str:
 
 
 def _sensitivity(page: Page, findings: Findings) -> None:
-    """Add what tuning saw."""
+    """Add the results of tuning."""
     page.section(
         "Learning-rate sensitivity",
         "What tuning saw, on the validation split with the tuning seeds.",

@@ -32,8 +32,8 @@ from varreg.lab.tasks import lookup
 
 @dataclass(frozen=True)
 class Comparison(TrainingExperiment):
-    """What is compared and with which budget: all that the plan depends on. The first optimizer is
-    the base.
+    """The arguments of a comparison: optimizers and budget, on which the plan depends. The first
+    optimizer is the base.
     """
 
     task: str = "digits"
@@ -60,7 +60,7 @@ class Comparison(TrainingExperiment):
     growing = ("seeds", "tuning_seeds", "trials")
 
     def __post_init__(self) -> None:
-        """Check what a person asked for. It may name a user's task, which is imported."""
+        """Check the arguments of a person. They may name a user's task, which is imported."""
         budget.check_budget(self)
         object.__setattr__(self, "recipe", {**lookup.task(self.task).recipe, **self.recipe})
         # What is saved has both, and does not depend on the task's code any more.

@@ -1,4 +1,4 @@
-"""What is tried to tune an optimizer, what is run for the verdict, and the target."""
+"""Trials that tune an optimizer, arms that are run for the verdict, and the target."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from varreg.lab.runs.metrics import final
 FRESH = 1000
 """The first seed of the verdict."""
 LOG_EVERY = 20
-"""Steps between two looks at λ, ρ and the noise."""
+"""Steps between two measurements of λ, ρ and the noise."""
 TARGET_AT = 0.75
 """The target is the best that the tuned base reached in this part of its budget."""
 
@@ -65,7 +65,7 @@ def log_grid(low: float, high: float, n: int) -> list[float]:
 
 
 def score(trial: Trial, results: Results) -> float:
-    """Return what trials are chosen by: the validation loss at the end, mean over seeds."""
+    """Return the score of a trial: the validation loss at the end, mean over seeds."""
     return statistics.fmean(final(results[config.name], "valid_loss") for config in trial.configs)
 
 

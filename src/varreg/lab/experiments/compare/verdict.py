@@ -1,4 +1,4 @@
-"""What a comparison says, in words."""
+"""The verdict of a comparison in words: which optimizer is better, and why."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def sentences(
     goal: float,
     complete: bool,
 ) -> list[dict[str, str]]:
-    """Return a headline and what explains it, for each optimizer that is compared with the base."""
+    """Return a headline and its explanation, for each optimizer that is compared with the base."""
     out = []
     for c in contrasts:
         a, b = arms[c.arm], arms[c.against]
@@ -89,7 +89,9 @@ def final_words(c: Contrast, a: dict[str, Any], b: dict[str, Any]) -> tuple[str,
 
 
 def lost_words(c: Contrast, a: list[bool], b: list[bool]) -> tuple[str, str]:
-    """Return the same where runs diverged: by a sign test over the pairs of which one did."""
+    """Return the same if runs diverged: by a sign test over the pairs of which exactly one
+    diverged.
+    """
     worse, better = (
         sum(x and not y for x, y in zip(a, b, strict=True)),
         sum(y and not x for x, y in zip(a, b, strict=True)),
@@ -144,7 +146,7 @@ def mean_ablation(arm: str, ablations: list[Contrast]) -> Estimate | None:
 
 
 def why_words(a: dict[str, Any], ablations: list[Contrast]) -> str:
-    """Return the sentences on whether it is the information in λ that helps."""
+    """Return the sentences on whether the information in λ helps."""
     contrasts = [c for c in ablations if c.arm == a["name"]]
     if not contrasts:
         return ""
@@ -171,7 +173,9 @@ def why_words(a: dict[str, Any], ablations: list[Contrast]) -> str:
 
 
 def conclusion(differences: dict[str, Estimate | None]) -> str:
-    """Return what follows from the differences to λ replaced by its `mean`, and to λ `shuffled`."""
+    """Return the conclusion from the differences to λ replaced by its `mean`, and to λ
+    `shuffled`.
+    """
     mean, shuffled = (
         d if d is not None and d.is_bounded else None
         for d in (differences.get(k) for k in ("mean", "shuffled"))

@@ -1,4 +1,6 @@
-"""What a reproduction says, in numbers and in words. A pure function of saved results."""
+"""Analyze a reproduction: its findings in numbers and in words. A pure function of saved
+results.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ ENOUGH = 2
 
 
 def analyze(reproduction: Reproduction, results: Results) -> Findings:
-    """Return all that the report shows, in plain values: `results.json`."""
+    """Return the findings that the report shows, in plain values, as in `results.json`."""
     arms = []
     for name, configs in reproduction.configs_by_arm(results).items():
         runs = [results[config.name] for config in configs if config.name in results]
@@ -73,7 +75,7 @@ def _numbers(arm: dict[str, Any]) -> str:
 
 
 def _epochs_to(arm: dict[str, Any], goal: float, epochs: int) -> str:
-    """Return how many epochs an arm needs to a training loss, in words."""
+    """Return the number of epochs that an arm needs to reach a training loss, in words."""
     at = next((i for i, x in enumerate(arm["curve"]) if x <= goal), None)
     return f"{at} epochs" if at is not None else f"more than {epochs} epochs"
 

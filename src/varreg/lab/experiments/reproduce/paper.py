@@ -10,4 +10,4 @@ learning rate begin on a plateau.
 LR, BATCH, S = 0.01, 100, 2.0
 """The paper's."""
 LOG_EVERY = 50
-"""Steps between two looks at λ, ρ and the noise."""
+"""Steps between two measurements of λ, ρ and the noise."""

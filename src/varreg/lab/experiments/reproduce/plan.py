@@ -17,7 +17,7 @@ from varreg.lab.runs.metrics import effective_lambda
 from varreg.lab.tasks import lookup
 
 SAVED = {"name": schema.is_text, "epochs": schema.is_positive, "seeds": schema.is_positive}
-"""What the arguments of a reproduction must be in a file."""
+"""The types of the arguments of a reproduction in a file."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""What larger batches came to, in numbers and in words. A pure function of saved results."""
+"""Analyze an experiment on larger batches: its findings in numbers and in words. A pure function of
+saved results.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ METRICS = ("train_loss", "valid_loss", "test_loss", "test_accuracy")
 
 
 def analyze(experiment: Scaling, results: Results) -> dict[str, Any]:
-    """Return all that the report shows, in plain values: `results.json`."""
+    """Return the findings that the report shows, in plain values, as in `results.json`."""
     arms = [_summary(experiment, arm, results) for arm in experiment.arms(results)]
     arms = [arm for arm in arms if arm["seeds"]]
     base = next((arm for arm in arms if arm["scale"] == 1), None)
@@ -75,7 +77,7 @@ def _summary(experiment: Scaling, arm: Arm, results: Results) -> dict[str, Any]:
 def _difference(arm: dict[str, Any], other: dict[str, Any] | None) -> dict[str, Any]:
     """Return the paired differences to another arm, for training and test loss: value, low, high.
 
-    Where a run broke there is none.
+    There is no difference for a run that broke.
     """
     if other is None or other is arm:
         return {}

@@ -1,9 +1,10 @@
 """A learning rate is tuned at a base batch. Larger batches then train for the number of steps that
 the noise scale plans, or that AdaScale takes by itself.
 
-Beside them, at the same number of steps: what is free (the base's learning rate, the square-root
-rule, the linear one, with and without warm-up), and what costs most (tuned again). All are judged
-on fresh seeds, the same for all, so that differences are paired.
+They are compared, at the same number of steps, with rules that cost nothing (the base's learning
+rate, the square-root rule and the linear rule, with and without warm-up), and with a learning rate
+that is tuned again, which costs most. All are judged on the same fresh seeds, so that differences
+are paired.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ SAVED: dict[str, schema.Check] = {
     "tuning_seeds": schema.is_positive,
     "seeds": schema.is_positive,
 }
-"""What its arguments must be in a file."""
+"""The types of its arguments in a file."""
 
 
 class Arm(NamedTuple):
-    """What is judged: runs with fresh seeds."""
+    """An arm that is judged: runs with fresh seeds."""
 
     name: str
     scale: int
@@ -65,7 +66,7 @@ def planned_part(noise_scale: float, batch: float, base: float) -> float:
 
 @dataclass(frozen=True)
 class Scaling(TrainingExperiment):
-    """What is scaled and with which budget: all that the plan depends on."""
+    """The arguments of the experiment: what is scaled and with which budget."""
 
     question: str
     task: str = "digits"
@@ -83,7 +84,7 @@ class Scaling(TrainingExperiment):
     kind = "scaling"
 
     def __post_init__(self) -> None:
-        """Check what a person asked for."""
+        """Check the arguments of a person."""
         if self.question not in QUESTIONS:
             raise VarregError(
                 f"varreg: the question must be {' or '.join(QUESTIONS)}; got {self.question!r}."
@@ -159,7 +160,7 @@ class Scaling(TrainingExperiment):
         return self._runs(lr, batch, range(FRESH, FRESH + self.seeds), "end", **options)
 
     def base_trials(self) -> list[Trial]:
-        """Return what is tried at the base batch."""
+        """Return the trials at the base batch."""
         entry = optimizers.entry(optimizers.parse(self.optimizer)[0])
         low, high = self.lr or (entry.low, entry.high)
         return [
@@ -169,7 +170,7 @@ class Scaling(TrainingExperiment):
     def trials_again(
         self, lr: float, scale: int, options: dict[str, Any], results: Results
     ) -> list[Trial]:
-        """Return what is tried at a larger batch, around the learning rates that rules give."""
+        """Return the trials at a larger batch, around the learning rates of the rules."""
         grid = log_grid(lr / 2, 2 * lr * scale, self.trials)
         batch = self.batch * scale
         return [Trial(x, options, self._tuning(x, batch, **options)) for x in grid]
@@ -186,7 +187,7 @@ class Scaling(TrainingExperiment):
         }
 
     def steps(self, scale: int, lr: float, results: Results) -> int:
-        """Return how many steps a scale takes, from the probes; those of the base for scale 1."""
+        """Return the number of steps of a scale, from the probes; that of the base for scale 1."""
         if self.question == "adascale" and scale > 1:
             found = [results[config.name]["step"] for config in self.probes(lr)[scale]]
             return int(statistics.median(found))
@@ -226,7 +227,9 @@ class Scaling(TrainingExperiment):
         return chosen if score(chosen, results) < math.inf else None
 
     def variants(self, scale: int, lr: float, results: Results) -> dict[str, dict[str, Any]]:
-        """Return what is tuned again at a scale: names, with the options of their runs."""
+        """Return the arms that are tuned again at a scale: names, with the options of their
+        runs.
+        """
         steps = self.steps(scale, lr, results)
         if self.question == "adascale":
             return {

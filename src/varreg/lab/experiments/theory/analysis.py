@@ -1,4 +1,4 @@
-"""What the checks say, in words and as tables. Pure functions of what was saved."""
+"""The findings of the checks in words and as tables. Pure functions of saved results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def hindsight_table(results: Computed) -> list[dict[str, Any]]:
 
 
 def analyze(results: Computed) -> Findings:
-    """Return what was saved, with the verdict and warnings in words."""
+    """Return the saved results, with the verdict and warnings in words."""
     rows = all_checks(results)
     wrong = [c for c in rows if c["holds"] != c["expected"]]
     broken = [c for c in rows if not c["holds"]]

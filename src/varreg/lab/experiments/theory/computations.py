@@ -32,11 +32,11 @@ JUDGED = (
 
 
 Computed = dict[str, Any]
-"""What was computed, by the names of the parts."""
+"""The computed results, by the names of the parts."""
 
 
 class Part(NamedTuple):
-    """A part of `varreg theory`, and what computes it."""
+    """A part of `varreg theory`, with the function that computes it."""
 
     name: str
     compute: Callable[[], Any]
@@ -50,7 +50,9 @@ def _checked(function: Callable[[], list[Check]]) -> list[dict[str, Any]]:
 
 
 def _hindsight() -> list[dict[str, Any]]:
-    """Return, for each series, what the best regularizer gains and what each causal one catches."""
+    """Return, for each series, the gain of the best regularizer and the share that each causal one
+    catches.
+    """
     rows = []
     for series in hindsight.all_series():
         gain = statistics.median(hindsight.gain(x, LAMBDA0) for x in series.sigma2.T)
@@ -63,7 +65,7 @@ def _hindsight() -> list[dict[str, Any]]:
 
 
 def _at_fixed_parameters() -> list[dict[str, Any]]:
-    """Return what v² of a batch says about its error, at the end of the recorded runs."""
+    """Return the relation between v² of a batch and its error, at the end of the recorded runs."""
     rows = []
     for name, title in hindsight.RECORDED.items():
         relation, columns = hindsight.relation_at_end(name)

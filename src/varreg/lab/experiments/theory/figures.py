@@ -19,7 +19,7 @@ from varreg.lab.report.style import (
 
 
 def start_terms(points: dict[str, list[float]]) -> Figure:
-    """Draw what the start costs in each version of Lemma 1, over T."""
+    """Draw the term of the start in each version of Lemma 1, over T."""
     with mpl.rc_context(STYLE):
         figure, (axes,) = new_figure(1, 3.6, 7.0)
         for color, (name, values) in zip(
@@ -95,7 +95,7 @@ def forms(points: dict[str, list[float]], errors: list[list[float]]) -> Figure:
 
 
 def share_and_mean(share: float, mean_lambda: float) -> str:
-    """Return what is caught, and the mean λ beside it.
+    """Return the caught share, with the mean λ in brackets.
 
     >>> share_and_mean(-0.001, 2.95), share_and_mean(-0.81, 1.16)
     ('0.00 (2.95)', '−0.81 (1.16)')
@@ -133,7 +133,7 @@ def hindsight(rows: list[dict[str, Any]]) -> Figure:
 
 
 def _wrapped_at(text: str, width: int) -> str:
-    """Break text into lines of at most so many characters."""
+    """Break text into lines of a limited number of characters."""
     return "\n".join(textwrap.wrap(text, width, break_long_words=False))
 
 

@@ -34,7 +34,7 @@ class Theory:
 
     @classmethod
     def of(cls, saved: dict[str, Any]) -> Theory:
-        """Return the experiment; whatever arguments a file has are not looked at."""
+        """Return the experiment; arguments in a file are ignored."""
         return cls()
 
     @staticmethod
@@ -47,7 +47,7 @@ class Theory:
         return list(PARTS)
 
     def read(self, folder: Path) -> Computed:
-        """Return what was saved of each part, by its name."""
+        """Return the saved results of each part, by its name."""
         store.check_inside(folder, folder / SAVED)
         results: Computed = store.read_json(folder / SAVED, REMEDY)
         return results
@@ -62,8 +62,8 @@ class Theory:
 
     @contextlib.contextmanager
     def guard(self, folder: Path) -> Iterator[None]:
-        """Turn any error within into one of a damaged file: all of it is arithmetic and drawing
-        with what the file holds.
+        """Turn any error inside of the `with` block into one of a damaged file: the block only
+        computes and draws with the contents of the file.
         """
         try:
             yield
@@ -77,8 +77,8 @@ def carry_out(folder: Path, command: list[str], ended: Callable[[str, float], No
     """Compute all parts and save them; `ended` is called with each part's name and its seconds,
     0 if it was there.
 
-    Each part is saved when it ends. Where a command was stopped, the same one goes on with what it
-    has, if versions and machine are the same.
+    Each part is saved when it ends. If a command was stopped, the same command continues with the
+    saved parts, if versions and machine are the same.
     """
     store.check_writable(folder)
     with store.alone(folder, "varreg theory"):
@@ -90,7 +90,7 @@ def carry_out(folder: Path, command: list[str], ended: Callable[[str, float], No
         about = environment()
         results = _kept(partial, about)
         threads = torch.get_num_threads()
-        # Tensors are small: a second thread would be waited for more than it helps.
+        # Tensors are small: a second thread would cost more than it helps.
         torch.set_num_threads(1)
         try:
             for part in Theory().plan({}):
@@ -117,8 +117,8 @@ def carry_out(folder: Path, command: list[str], ended: Callable[[str, float], No
 
 
 def _kept(partial: Path, about: dict[str, Any]) -> Computed:
-    """Return the parts that a command computed before it was stopped, in this environment; none
-    where there are none that can be used.
+    """Return the parts that a stopped command computed in this environment; empty if there are none
+    that can be used.
     """
     store.check_inside(partial.parent, partial)
     try:

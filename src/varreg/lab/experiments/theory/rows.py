@@ -17,8 +17,8 @@ HEAD = ("claim", "statement", "conditions", "measured", "", "bound", "slack", "v
 
 
 def slack(check: dict[str, Any]) -> str:
-    """Return how far the bound is: times for an inequality, percent for an equation, the distance
-    for an exponent.
+    """Return the distance to the bound: a factor for an inequality, a percentage for an equation, a
+    difference for an exponent.
 
     >>> slack({"relation": "=", "measured": 1.1, "bound": 1.0, "slack": 0.909})
     '+10 %'
@@ -33,7 +33,7 @@ def slack(check: dict[str, Any]) -> str:
 
 
 def measured(check: dict[str, Any]) -> str:
-    """Return what was measured, with two standard errors where there are any."""
+    """Return the measured value, with two standard errors if there are any."""
     error = check["error"]
     return number(check["measured"]) + (f" ± {2 * error:.1g}" if error else "")
 
@@ -48,8 +48,8 @@ def cells(check: dict[str, Any]) -> list[str]:
 
 
 def terminal_table(findings: Findings) -> Table:
-    """Return what of each claim holds, for a terminal: a row for each statement, and one for each
-    case in which it does not hold. The page has every check.
+    """Return the table of claims for a terminal: a row for each statement that holds, and one for
+    each case in which it does not hold. The page has every check.
     """
     table = Table(box=box.SIMPLE_HEAD, show_lines=False, pad_edge=False)
     table.add_column("claim", max_width=22)

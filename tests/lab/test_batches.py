@@ -17,8 +17,8 @@ from varreg.lab import Split, Splits, Task
 from varreg.lab.runs.config import Config
 from varreg.lab.runs.resume import StoppedError, run
 from varreg.lab.runs.run import Run
-from varreg.lab.tasks import lookup, validation
-from varreg.lab.tasks.data_split import DataSplit
+from varreg.lab.tasks import check_task, lookup
+from varreg.lab.tasks.batches import DataSplit
 
 
 @pytest.fixture(autouse=True)
@@ -134,9 +134,9 @@ def test_samples_are_those_of_tensors(named):
 
 
 def test_checks_and_fingerprint(named):
-    prints = {validation.check(named(task_of(TRAIN["dataset"]())), None, 16) for _ in range(2)}
+    prints = {check_task.check(named(task_of(TRAIN["dataset"]())), None, 16) for _ in range(2)}
     assert len(prints) == 1
-    assert validation.check(named(task_of(Images(80, True))), None, 16) not in prints
+    assert check_task.check(named(task_of(Images(80, True))), None, 16) not in prints
 
 
 class Endless(IterableDataset):
@@ -164,7 +164,7 @@ WRONG = [
 @pytest.mark.parametrize(("train", "said"), WRONG)
 def test_what_cannot_be_used_is_an_error(train, said, named):
     with pytest.raises(VarregError, match=said):
-        validation.check(named(task_of(train())), None, 16)
+        check_task.check(named(task_of(train())), None, 16)
 
 
 def test_fewer_than_were_asked_for(named):

@@ -1,4 +1,6 @@
-"""Whether a task can be trained, before anything is; and what tells that it changed since."""
+"""Check a task before any training: can its model be trained on its data? Its fingerprint shows
+later changes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from varreg._torch import tree_leaves, tree_map
 from varreg.errors import VarregError
 from varreg.lab.tasks import lookup
-from varreg.lab.tasks.data_split import Split
+from varreg.lab.tasks.batches import Split
 from varreg.lab.tasks.definition import Splits
 from varreg.lab.tasks.randomness import seeded
 

@@ -1,4 +1,6 @@
-"""Samples of a split: tensors that are there, or a Dataset that is asked for them."""
+"""The samples of one split, as tensors or from a Dataset, and the batches of a run.
+(`preparation.py` holds samples out for validation.)
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,8 @@ class Split(NamedTuple):
 
 
 class DataSplit:
-    """Samples that a Dataset gives when they are asked for; those of one call are drawn with the
-    random numbers of its seed, whatever was drawn before.
+    """Samples that a Dataset loads on request. Each call uses the random numbers of its own seed,
+    independent of earlier calls.
     """
 
     def __init__(self, given: Dataset[Any] | DataLoader[Any], where: str):
@@ -69,7 +71,7 @@ class DataSplit:
         return len(self.dataset)
 
     def take(self, index: Sequence[int] | Tensor, seed: int) -> Split:
-        """Return the samples of an index, as the random numbers of a seed make them."""
+        """Return the samples of an index, loaded with the random numbers of a seed."""
         chosen = index.tolist() if isinstance(index, Tensor) else index
         with seeded(seed):
             found = self.collate([self.dataset[i] for i in chosen])
@@ -87,7 +89,7 @@ class DataSplit:
         return Split(*pair).to(self.device)
 
     def rows(self, begin: int, end: int) -> Split:
-        """Return samples that follow each other, always the same."""
+        """Return consecutive samples, always with the same random numbers."""
         return self.take(range(begin, min(end, len(self))), begin)
 
     def to(self, device: torch.device) -> DataSplit:
@@ -97,12 +99,12 @@ class DataSplit:
 
 
 Samples = Split | DataSplit
-"""What a run takes batches of."""
+"""The kinds of splits from which a run takes batches."""
 
 
 class Batches:
-    """The batches of a run's steps: `draw(step)` says which samples, and the seed. Processes of a
-    DataLoader fetch them ahead.
+    """The batches of a run's steps: `draw(step)` returns the samples and the seed. Worker processes
+    of a DataLoader load them in advance.
     """
 
     def __init__(self, split: DataSplit, draw: Callable[[int], tuple[Tensor, int]], total: int):
@@ -118,7 +120,7 @@ class Batches:
         if not self.split.workers:
             return self[step]
         if self._ahead is None or step != self._next:
-            # one "sample" is a whole batch, so that it is the same whichever process fetches it
+            # one "sample" is a whole batch, so that it does not depend on the process that loads it
             self._ahead = iter(
                 DataLoader(
                     self,  # type: ignore[arg-type]
@@ -126,7 +128,7 @@ class Batches:
                     sampler=range(step, max(self.total, step + 1)),
                     num_workers=self.split.workers,
                     worker_init_fn=self.split.prepare,
-                    generator=torch.Generator(),  # else it would draw from torch's
+                    generator=torch.Generator(),  # otherwise it would draw from torch's generator
                     collate_fn=_as_it_is,
                 )
             )
@@ -139,7 +141,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _described(found: Any) -> str:
-    """Return what a Dataset gave, in words."""
+    """Return a description of a value that a Dataset returned."""
     if isinstance(found, (tuple, list)):
         return f"{len(found)} values: {', '.join(type(x).__name__ for x in found)}"
     return type(found).__name__

@@ -1,0 +1,139 @@
+"""S and ΣW = Σ_i |c_i|² of contributions: W itself, which has a number for each element, does not
+exist where that saves time.
+
+Letters as in contribution.py. `squared` in sample_norms.py has |c_i|² of each sample.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from varreg import native
+from varreg.backends import BACKENDS
+from varreg.devices import widest
+from varreg.engine.combined import Scattered
+from varreg.engine.contribution import Bias, Contribution, Dense, Outer, Weight, stat_dtype
+from varreg.engine.rules.embedding import SparseRows
+from varreg.engine.rules.normalization import Stacked
+from varreg.engine.sample_norms import squared
+from varreg.few_launches import square_pending_roots
+from varreg.native import spread
+
+Measured = tuple[Tensor | None, Tensor | float]
+"""S, and ΣW; S is None where it was not asked for, or for an empty batch."""
+
+
+def has_kernels() -> bool:
+    """Return whether native code serves the CPU."""
+    kernels: object = BACKENDS["cpu"]
+    return kernels is native
+
+
+def precise(c: Contribution) -> Tensor | float:
+    """Return ΣW in float64: the definition, a few samples at a time."""
+    return sum((widest(chunk).square().sum() for _, chunk in c.chunks()), 0.0)
+
+
+@functools.singledispatch
+def measured(contribution: Any, with_total: bool) -> Measured:
+    """Return S, if it is wanted, and ΣW, in the fastest way for a kind of contribution."""
+    return _in_chunks(contribution, with_total)
+
+
+def _in_chunks(c: Contribution, with_total: bool) -> Measured:
+    """Return S and ΣW from the contributions of a few samples at a time."""
+    total = None
+    square: Tensor | float = 0.0
+    for _, chunk in c.chunks():
+        values = chunk.to(stat_dtype(chunk.dtype))
+        if with_total:
+            total = values.sum(0) if total is None else total.add_(values.sum(0))
+        square = square + _sum_of_squares(values)
+    return total, square
+
+
+def _sum_of_squares(t: Tensor) -> Tensor:
+    """Return Σ t² of all elements, in float64 if the device has it."""
+    norm: Tensor = torch.linalg.vector_norm(t)
+    return widest(norm).square()
+
+
+@measured.register
+def _(c: Dense, with_total: bool) -> Measured:
+    if not c.partition.batch:
+        return None, 0.0
+    values = c.values.to(stat_dtype(c.values.dtype))
+    total = Dense(c.partition, values).total() if with_total else None
+    found = native.lengths(values) if values.is_cpu and has_kernels() else None
+    return total, _sum_of_squares(values) if found is None else found[1]
+
+
+@measured.register
+def _(c: Weight, with_total: bool) -> Measured:
+    source = c.source()
+    if source is None or source.is_cpu:
+        both = c.sums_in_one_pass(spread) if has_kernels() and c.partition.batch else None
+        if both is None:
+            return _in_chunks(c, with_total)
+        c.bias_sums = None if both.bias is None else tuple(both.bias)
+        return both.total.view(c.shape), both.square.sum()
+    total, square, *copies = c.sums()
+    if square is None:
+        return total, 0.0
+    square_pending_roots()
+    return copies[0] if copies else total, square.sum(dtype=widest(square).dtype)
+
+
+@measured.register
+def _(c: Stacked, with_total: bool) -> Measured:
+    return measured(Dense(c.partition, c.values[0]), with_total)
+
+
+@measured.register
+def _(given: Outer, with_total: bool) -> Measured:
+    c = given
+    dtype = stat_dtype(c.delta.dtype)
+    if c.delta.dtype != dtype or c.a.dtype != dtype:
+        c = Outer(c.partition, c.delta.to(dtype), c.a.to(dtype), c.shape, c.with_bias)
+    (b, r, o), i = c.delta.shape, c.a.shape[2]
+    if not b:
+        return None, 0.0
+    if r == 1 and c.delta.is_cpu and has_kernels():
+        delta, a = c.delta[:, 0], c.a[:, 0]
+        if (found := native.single(delta, a)) is not None:
+            given.bias_spread = found[1]
+            return (delta.t() @ a).view(c.shape) if with_total else None, found[0]
+    if r == 1 or 2 * r * (o + i) < o * i:  # Gram matrices are cheap
+        return c.total() if with_total else None, squared(c).sum()
+    return measured.dispatch(Weight)(c, with_total)
+
+
+@measured.register
+def _(c: Bias, with_total: bool) -> Measured:
+    both, alone = c.weight.bias_sums, c.weight.bias_spread
+    if alone is not None:
+        return c.make().total() if with_total else None, alone
+    if both is None:
+        return measured(c.make(), with_total)
+    return both[0], both[1].sum(dtype=widest(both[1]).dtype)
+
+
+@measured.register
+def _(c: Scattered, with_total: bool) -> Measured:
+    total, square = measured(c.looked_up, with_total)
+    return c.scatter(total), square  # each row of the table once: nothing else is added
+
+
+@measured.register
+def _(c: SparseRows, with_total: bool) -> Measured:
+    if not c.partition.batch:
+        return None, 0.0
+    if c.shape[0] <= c.ids.numel():  # W is smaller than what the samples looked up
+        total, square, *_ = c.sums()
+        assert square is not None
+        return total, square.sum(dtype=widest(square).dtype)
+    return c.total() if with_total else None, squared(c).sum()

@@ -1,0 +1,159 @@
+"""The ledger of a parameter of which only sums over elements are kept: |S|² and ΣW.
+
+S itself is `p.grad`, which autograd has anyway: its length is read when a window closes. A ledger
+keeps S beside it only where `p.grad` may be something else: where hooks may change it, where it
+began before the sums, in half precision, on devices; and where a window compares both.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from varreg import native
+from varreg.devices import widest
+from varreg.engine.contribution import Contribution, stat_dtype
+from varreg.engine.ledger import Ledger
+from varreg.engine.mechanisms.pull_back import eps_of
+from varreg.engine.total_squares import has_kernels, measured, precise
+from varreg.engine.totals import Totals
+from varreg.errors import MeasurementError
+from varreg.thresholds import LARGEST_SQUARE, SAME_LENGTH, SMALLEST_SQUARE
+
+_ZERO, _ONE = torch.zeros((), device="cpu"), torch.ones((), device="cpu")
+
+
+class TotalsLedger(Ledger):
+    """The sums over elements of one parameter. `total` and `square` say whether there are any, and
+    whether S is zero.
+    """
+
+    sums_alone = True
+    by_gradient = False  # True: S is p.grad, and is not kept
+    is_check_missed = False  # True: p.grad was to be compared with S, which was not kept
+
+    def restart(self, is_complete: bool = True) -> None:
+        super().restart(is_complete)
+        self.whole = None  # S, where it is kept
+        self.spread: Tensor | float = 0.0  # ΣW
+        self.length1: Tensor | float = 0.0  # Σ|S_p|
+        self.length2: Tensor | float = 0.0  # |S|²
+
+    def open(self, p: Tensor) -> None:
+        super().open(p)
+        is_plain = (
+            p.is_cpu
+            and self.is_complete
+            and p.dtype in (torch.float32, torch.float64)
+            and not (p._backward_hooks or p._post_accumulate_grad_hooks or self.is_used_unseen)
+        )
+        if self.total is None:
+            self.by_gradient = is_plain
+            self.is_check_due |= self.is_check_missed
+            self.is_check_missed = False
+        elif self.by_gradient:
+            if not (is_plain and self._is_unchanged(p.grad)):
+                self._refuse_changed()
+            self.whole = None  # it was kept for one comparison, in an earlier window
+        self.keeps = not self.by_gradient or (self.is_check_due and self.total is None)
+
+    def _add_sums(self, contribution: Contribution) -> Tensor | None:
+        """Add ΣW of a window's contributions, and S where it is kept, and count its samples. Return
+        S; where a gradient was returned before, None.
+        """
+        needs = self.keeps or not self.pending
+        if self.recorder is None:
+            total, square = measured(contribution, needs)
+        else:
+            total = contribution.total() if needs else None
+            square = self.recorder.record(self, contribution).sum()
+        if isinstance(square, float) or square.is_cpu:
+            square = float(square)
+            least = SMALLEST_SQUARE * contribution.shape.numel()
+            if not least <= square <= LARGEST_SQUARE and (total is None or bool(total.any())):
+                square = self._in_float64(contribution)
+        self.spread = self.spread + square
+        if self.keeps and total is not None:
+            self.whole = total if self.whole is None else self.whole + total
+        if not (self.arriving and self.arriving <= self.forwards):
+            self.count += contribution.partition.batch
+            self.groups += contribution.partition.groups
+        return total
+
+    def _in_float64(self, contribution: Contribution) -> float:
+        """Return ΣW of contributions whose squares leave the range of float32."""
+        if self.recorder is None:
+            return float(precise(contribution))
+        self.norms.pop()
+        self.is_float64 = True
+        squares = self.recorder.record(self, contribution)
+        self.is_float64 = False
+        return float(squares.sum())
+
+    def close(self, p: Tensor) -> None:
+        was_open = self.in_window
+        super().close(p)
+        if was_open:
+            self._sum_up(p.grad if self.by_gradient else self.whole)
+            self.is_check_missed |= self.is_check_due and self.whole is None
+
+    def _sum_up(self, S: Tensor | None) -> None:
+        """Note |S|² and ΣW."""
+        if S is not None:
+            self.length1, self.length2 = lengths(S)
+            if isinstance(self.length2, Tensor):
+                self.total = self.square = self.length2
+            else:
+                self.total, self.square = _ONE if self.length2 else _ZERO, _ONE
+
+    def _is_unchanged(self, grad: Tensor | None) -> bool:
+        """Return whether a gradient is still as long as it was when it was measured."""
+        return grad is not None and math.isclose(
+            lengths(grad)[1], self.length2, rel_tol=SAME_LENGTH, abs_tol=0.0
+        )
+
+    def read(self, p: Tensor, stepping: bool = False) -> Any:
+        """Return the totals; None if there are none, or if the gradient was cleared."""
+        if self.in_window:
+            if self.by_gradient:
+                raise MeasurementError(
+                    f"varreg: moments of '{self.name}' were asked for during backward(). With "
+                    "per='model' or per='tensor' they are complete when backward() has returned."
+                )
+            self._sum_up(self.whole)
+        m = super().read(p, stepping)
+        if m is None:
+            return None
+        spread = self.spread
+        if isinstance(spread, Tensor):  # nobody has looked whether squares left their range
+            known = (spread >= SMALLEST_SQUARE * p.numel()) & (spread <= LARGEST_SQUARE)
+            spread = spread.where(known | ((spread == 0) & (m.total == 0)), torch.nan)
+        rounding = eps_of(stat_dtype(p.dtype))
+        return Totals(
+            *(m.count, m.groups, self.length2, spread, self.reduction),
+            *(p.shape, rounding, self.name),
+        )
+
+    def _refuse_changed(self) -> NoReturn:
+        raise MeasurementError(
+            f"varreg: the gradient of '{self.name}' was changed, or got a hook, between two "
+            "backward() calls that accumulate it. With per='model' or per='tensor' varreg takes "
+            "the sum of all contributions from p.grad. Clip and unscale after the last of them, or "
+            "observe the model with varreg.observe(model)."
+        )
+
+
+def lengths(t: Tensor) -> tuple[Any, Any]:
+    """Return Σ|t_p| and |t|², summed up in float64: floats, of a tensor on the CPU."""
+    if not t.is_cpu:
+        sums = [torch.linalg.vector_norm(t, n) for n in (1, 2)]
+        return widest(sums[0]), widest(sums[1]).square()
+    found = native.lengths(t) if has_kernels() else None
+    # where squares leave the range of float32, they are computed in float64
+    if found is not None and (found[0] == 0 or SMALLEST_SQUARE < found[1] < LARGEST_SQUARE):
+        return found
+    size, root = (float(torch.linalg.vector_norm(t, n, dtype=torch.float64)) for n in (1, 2))
+    return size, root**2

@@ -1,0 +1,102 @@
+/* The whole step of many parameters: torch's own step and what comes after it, in one pass over
+   memory. Included after step.h, once for each REAL. The base's arithmetic is torch's to the bit,
+   rounding by rounding: optim/whole_step.py tries that. A product and a sum are
+   one operation where torch makes them one; elsewhere they are in loops of their own, since a
+   compiler may join them within a loop. */
+
+#ifndef BASE
+#define BASE
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+#define FUSED(a, b, c)                                                                             \
+    ((REAL)(sizeof(REAL) == sizeof(float) ? __builtin_fmaf(a, b, c) : __builtin_fma(a, b, c)))
+#else
+#define FUSED(a, b, c) ((a) * (b) + (c))
+#endif
+#define EPSILON ((double)(sizeof(REAL) == sizeof(float) ? FLT_EPSILON : DBL_EPSILON))
+#endif
+
+/* The gradient as the base uses it: with its sign, and with coupled weight decay. */
+static inline const REAL *NAME(used_block)(const Task *t, int64_t at, int64_t n,
+                                           REAL *restrict room) {
+    const REAL *restrict g = TENSOR(grad), *restrict x = TENSOR(x);
+    const REAL sign = NUMBER(sign), decay = NUMBER(decay);
+    if (sign == 1 && decay == 0) return g;
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) room[i] = sign < 0 ? -g[i] : g[i];
+    if (decay == 0) return room;
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) room[i] = FUSED(x[i], decay, room[i]);
+    return room;
+}
+
+/* x[i] *= by */
+static inline void NAME(multiply)(int64_t n, REAL *restrict x, REAL by) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) x[i] *= by;
+}
+
+/* torch.optim.SGD. Twin: _single_tensor_sgd. */
+static void NAME(sgd_block)(const Task *t, int64_t at, int64_t n) {
+    REAL room[BLOCK], ahead[BLOCK];
+    const REAL *g = NAME(used_block)(t, at, n, room);
+    REAL *restrict x = TENSOR(x);
+    const REAL lr = -NUMBER(lr), mu = NUMBER(mu), take = NUMBER(take);
+    if (t->increment != INCREMENT_GRADIENT) {
+        REAL *restrict b = TENSOR(average);
+        NAME(multiply)(n, b, mu);
+#pragma omp simd
+        for (int64_t i = 0; i < n; i++) b[i] = FUSED(g[i], take, b[i]);
+        if (t->increment == INCREMENT_NESTEROV) {
+#pragma omp simd
+            for (int64_t i = 0; i < n; i++) ahead[i] = FUSED(b[i], mu, g[i]);
+            g = ahead;
+        } else {
+            g = b;
+        }
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) x[i] = FUSED(g[i], lr, x[i]);
+}
+
+static void NAME(whole_block)(const Task *t, int64_t at, int64_t n, int64_t number) {
+    if (t->is_left) return;
+    NAME(sgd_block)(t, at, n);
+    NAME(update_block)(t, at, n, number);
+}
+
+/* Whether the gradient is what was measured, or a multiple of it, with squares of an ordinary size.
+   Twins: as_seen in optim/gradient.py, and _set_products in optim/collect.py. */
+static int NAME(is_ready)(Task *t, const double *sums) {
+    const double SS = sums[0], gS = sums[1], gg = sums[2], W = sums[3];
+    if (!(SS + gg + t->m * W <= t->most)) return 0;
+    if (!(SS == 0 && W == 0) && !(SMALLEST_SQUARE <= W && W <= LARGEST_SQUARE)) return 0;
+    if (SS == gS && gS == gg) return 1;
+    if (SS == 0 || gg == 0) return 0;
+    const double kappa = gS / SS, coarse = t->precision * kappa;
+    if (!(gg - kappa * gS <= PARALLEL * EPSILON * gg + coarse * coarse * t->m * W)) return 0;
+    t->factor *= kappa * kappa;
+    return 1;
+}
+
+/* The whole step of many parameters. A few at a time are compared with what was measured and moved,
+   while they are in the cache. What is not ready stays as it is, and is_left says so. */
+void NAME(whole)(int64_t tasks, Task *task, int threads) {
+    for (int64_t first = 0, last; first < tasks; first = last) {
+        int64_t elements = 0;
+        for (last = first; last < tasks && (last == first || elements + task[last].n <= TOGETHER);)
+            elements += task[last++].n;
+        Task *some = task + first;
+        const int n = elements < WORTH_THREADS ? 1 : threads;
+        each_block(last - first, some, n, NAME(compare_block));
+        add_up(last - first, some);
+        for (int64_t k = 0; k < last - first; k++)
+            some[k].is_left = !NAME(is_ready)(some + k, (double *)some->products + 4 * k);
+        each_block(last - first, some, n, NAME(whole_block));
+        for (int64_t k = 0; k < last - first; k++) {
+            if (!some[k].is_left) NAME(count)(some + k);
+        }
+    }
+}
+
+#undef TENSOR
+#undef NUMBER

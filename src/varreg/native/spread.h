@@ -1,0 +1,86 @@
+/* The kernels of layers: with W, or with the sum of its elements alone, of which each thread has a
+   part in `spread`. And lengths of gradients. Twins: engine/contribution.py, and
+   engine/total_squares.py. */
+void NAME(outer)(const REAL *delta, const REAL *a, REAL *S, REAL *W, REAL *bias, REAL *scratch,
+                 int64_t batch, int64_t groups, int64_t r, int64_t o, int64_t i, int64_t at_once,
+                 int threads) {
+    NAME(outer_of)(delta, a, S, W, bias, scratch, 0, batch, groups, r, o, i, at_once, threads);
+}
+
+void NAME(outer_spread)(const REAL *delta, const REAL *a, REAL *S, double *spread, REAL *bias,
+                        REAL *scratch, int64_t batch, int64_t groups, int64_t r, int64_t o,
+                        int64_t i, int64_t at_once, int threads) {
+    NAME(outer_of)(delta, a, S, 0, bias, scratch, spread, batch, groups, r, o, i, at_once, threads);
+}
+
+void NAME(conv)(const REAL *x, const REAL *delta, REAL *S, REAL *W, REAL *bias, REAL *scratch,
+                Convolution *s, int threads) {
+    NAME(conv_of)(x, delta, S, W, bias, scratch, 0, s, threads);
+}
+
+void NAME(conv_spread)(const REAL *x, const REAL *delta, REAL *S, double *spread, REAL *bias,
+                       REAL *scratch, Convolution *s, int threads) {
+    NAME(conv_of)(x, delta, S, 0, bias, scratch, spread, s, threads);
+}
+
+void NAME(depthwise)(const REAL *x, const REAL *delta, REAL *S, REAL *W, REAL *bias, REAL *scratch,
+                     Convolution *s, int threads) {
+    NAME(depthwise_of)(x, delta, S, W, bias, scratch, 0, s, threads);
+}
+
+void NAME(depthwise_spread)(const REAL *x, const REAL *delta, REAL *S, double *spread, REAL *bias,
+                            REAL *scratch, Convolution *s, int threads) {
+    NAME(depthwise_of)(x, delta, S, 0, bias, scratch, spread, s, threads);
+}
+
+/* Sums of |x| and of x^2, in double precision: each thread has its part, [threads, 2]. */
+void NAME(lengths)(const REAL *x, double *sums, int64_t n, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int t = 0; t < threads; t++) {
+        double size = 0, square = 0;
+        for (int64_t from = n * t / threads, end = n * (t + 1) / threads; from < end;) {
+            /* of a few at a time, in the precision of x */
+            const int64_t stop = end - from < 512 ? end : from + 512;
+            REAL a = 0, s = 0;
+#pragma omp simd reduction(+ : a, s)
+            for (int64_t k = from; k < stop; k++) {
+                a += x[k] < 0 ? -x[k] : x[k];
+                s += x[k] * x[k];
+            }
+            size += a;
+            square += s;
+            from = stop;
+        }
+        sums[2 * t] = size;
+        sums[2 * t + 1] = square;
+    }
+}
+
+static inline double NAME(length2)(const REAL *x, int64_t n) {
+    double sum = 0;
+    for (int64_t from = 0; from < n; from += 512) {
+        const int64_t stop = n - from < 512 ? n : from + 512;
+        REAL s = 0;
+#pragma omp simd reduction(+ : s)
+        for (int64_t k = from; k < stop; k++) s += x[k] * x[k];
+        sum += s;
+    }
+    return sum;
+}
+
+/* Dense layers with one row per sample, delta [b, o] and a [b, i]: the sums of |delta_b|^2 |a_b|^2
+   and of |delta_b|^2, of which each thread has a part, [threads, 2]. */
+void NAME(single)(const REAL *delta, const REAL *a, double *sums, int64_t b, int64_t o, int64_t i,
+                  int64_t delta_step, int64_t a_step, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int t = 0; t < threads; t++) {
+        double weight = 0, bias = 0;
+        for (int64_t k = b * t / threads; k < b * (t + 1) / threads; k++) {
+            const double d = NAME(length2)(delta + k * delta_step, o);
+            weight += d * NAME(length2)(a + k * a_step, i);
+            bias += d;
+        }
+        sums[2 * t] = weight;
+        sums[2 * t + 1] = bias;
+    }
+}

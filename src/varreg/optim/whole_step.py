@@ -1,0 +1,93 @@
+"""The whole step in one pass over memory: torch's own step and what comes after it, by native code.
+
+Native code repeats the arithmetic of torch's SGD, rounding by rounding. Whether it does so with
+this torch, on this processor, is tried once (`repeats_torch`). If it does not, and for other
+options and optimizers, torch takes its own step, and step.py does the rest. Adam is one of those:
+torch does not round its root to the nearest, so a run that is resumed would differ in last bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from varreg import native
+from varreg.native.contract import Task
+from varreg.optim.increments import Kernel
+
+_BASES = (torch.optim.SGD,)
+_TRIED = {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}
+SWITCHES = ("maximize", "nesterov", "momentum", "dampening", "weight_decay")
+"""Options of which native code has to know whether they are switched on."""
+
+
+@contextlib.contextmanager
+def without(groups: list[dict[str, Any]], taken: Mapping[Tensor, Any]) -> Iterator[None]:
+    """Leave parameters out of the param groups within: their step is taken."""
+    before = [group["params"] for group in groups]
+    try:
+        for group, parameters in zip(groups, before, strict=True) if taken else ():
+            group["params"] = [p for p in parameters if p not in taken]
+        yield
+    finally:
+        for group, parameters in zip(groups, before, strict=True):
+            group["params"] = parameters
+
+
+@functools.cache
+def repeats_torch(base: Any, kernel: Kernel, dtype: torch.dtype, *switched_on: bool) -> bool:
+    """Return whether native code takes the step of one of torch's optimizers, to the bit. Of the
+    options that `SWITCHES` names, some are switched on. A step that a user replaced is not torch's.
+    """
+    own = inspect.unwrap(base.step).__module__.startswith("torch.optim.")
+    if base not in _BASES or not kernel.knows_base or not own:
+        return False
+    options = dict(zip(SWITCHES, switched_on, strict=True))
+    known = inspect.signature(base).parameters
+    chosen = {k: on and _TRIED.get(k, True) for k, on in options.items() if k in known}
+    random = torch.Generator("cpu").manual_seed(0)  # whatever the default device is
+    n = 1037  # vectors, and some elements more
+    p = torch.nn.Parameter(torch.randn(n, dtype=dtype, generator=random, device="cpu"))
+    optimizer = base([p], lr=0.1, **chosen)
+    group = {"decoupled_weight_decay": False, **optimizer.param_groups[0]}
+    for turn in range(4):
+        p.grad = torch.randn(n, dtype=dtype, generator=random, device="cpu")
+        state = copy.deepcopy(optimizer.state[p])
+        x = p.detach().clone()
+        with torch.no_grad():
+            optimizer.step()
+        if turn and not _is_same(p, group, kernel, state, x, optimizer.state[p]):
+            return False
+    return True
+
+
+def _is_same(
+    p: Tensor,
+    group: dict[str, Any],
+    kernel: Kernel,
+    state: dict[str, Any],
+    x: Tensor,
+    after: Mapping[str, Any],
+) -> bool:
+    """Return whether native code comes to the parameter and state of torch, from those before."""
+    assert p.grad is not None
+    names = "vr_variance", "rho", "count"
+    ours = {name: torch.ones_like(x) for name in names}
+    square, steps = p.grad.square(), torch.ones((), dtype=x.dtype, device="cpu")
+    task = Task(n=x.numel(), increment=kernel.kind, m=2.0, factor=1.0, s=1.0, low=1.0, high=1.0)
+    task.history, task.scale_free, task.lr, task.most = 1, 1, group["lr"], float("inf")
+    task.total = task.grad = p.grad.data_ptr()
+    task.square, task.x, task.steps = square.data_ptr(), x.data_ptr(), steps.data_ptr()
+    task.rho_sum, task.rho_count = ours["rho"].data_ptr(), ours["count"].data_ptr()
+    kernel.fill(task, group, {**state, **ours}, False)
+    tasks = (Task * 1)(task)
+    native.whole(tasks, x.dtype, x.numel())
+    states = all(torch.equal(t, after[k]) for k, t in state.items() if isinstance(t, Tensor))
+    return not tasks[0].is_left and states and torch.equal(x, p.detach())

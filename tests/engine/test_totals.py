@@ -1,0 +1,272 @@
+"""Sums over elements alone: what clears, changes or reads gradients, and what takes the sums."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.utils.checkpoint import checkpoint
+
+import varreg
+from varreg.errors import MeasurementError
+from varreg.noise import gauges
+
+
+def net(dtype=torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
+
+
+def batch(n: int = 8, dtype=torch.float64) -> torch.Tensor:
+    return torch.randn(n, 6, generator=torch.Generator().manual_seed(n), dtype=torch.float64).to(
+        dtype
+    )
+
+
+def backward(model: nn.Module, x: torch.Tensor, scale: float = 1.0) -> None:
+    (model(x).sin().square().sum(1).mean() * scale).backward()
+
+
+def pair(**options):
+    """Return two equal models, the second with sums alone."""
+    model = net(**options)
+    other = copy.deepcopy(model)
+    return model, varreg.observe(model), other, varreg.observe(other, per="model")
+
+
+def assert_same(model, other, rtol: float = 1e-9) -> None:
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        m, t = varreg.moments(p), varreg.moments(q)
+        assert (m is None) == (t is None)
+        if m is not None:
+            assert isinstance(t, varreg.Totals)
+            assert (m.count, m.elements) == (t.count, t.elements)
+            for name in ("total_mean_square", "total_variance", "total_second_moment"):
+                a, b = getattr(m, name).double(), getattr(t, name)
+                torch.testing.assert_close(a, b, rtol=rtol, atol=1e-30)
+
+
+@pytest.mark.parametrize("per", ["tensor", "model"])
+def test_sums_of_each_tensor(per):
+    model, other = net(), net()
+    varreg.observe(model), varreg.observe(other, per=per)
+    for _ in range(3):
+        for m in (model, other):
+            m.zero_grad()
+            backward(m, batch())
+        assert_same(model, other)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_clearing_starts_anew(to_none):
+    model, _, other, _ = pair()
+    for n in (8, 5, 6):
+        for m in (model, other):
+            m.zero_grad(set_to_none=to_none)
+            backward(m, batch(n))
+            backward(m, batch(n + 1))
+        assert_same(model, other)
+    other.zero_grad(set_to_none=to_none)
+    assert all(varreg.moments(p) is None for p in other.parameters())
+
+
+def test_gradients_cleared_without_a_trace():
+    model, _, other, _ = pair()
+    for m in (model, other):
+        backward(m, batch())
+        for p in m.parameters():
+            p.grad.data.zero_()
+        backward(m, batch(5))
+    assert_same(model, other)
+
+
+def test_clipping_after_backward_leaves_them():
+    model, _, other, _ = pair()
+    for m in (model, other):
+        backward(m, batch(), scale=1024.0)
+        clip_grad_norm_(m.parameters(), 0.1)
+    assert_same(model, other)
+
+
+@pytest.mark.parametrize("untraced", [False, True])
+def test_a_gradient_changed_between_micro_batches_is_refused(untraced):
+    model = net()
+    varreg.observe(model, per="model")
+    backward(model, batch())
+    grad = model[0].weight.grad
+    (grad.data if untraced else grad).mul_(0.5)
+    with pytest.raises(MeasurementError, match=r"'0\.weight' was changed"):
+        backward(model, batch())
+
+
+def _double(p: torch.Tensor) -> None:
+    p.grad.mul_(2)
+
+
+def test_gradients_from_before_and_hooks():
+    model, other = net(), net()
+    for m in (model, other):
+        backward(m, batch(3))
+        m[2].bias.register_hook(lambda g: 3 * g)
+        m[2].weight.register_post_accumulate_grad_hook(_double)
+    varreg.observe(model), varreg.observe(other, per="model")
+    for _ in range(2):
+        for m in (model, other):
+            backward(m, batch())
+        assert_same(model, other)
+
+
+def test_a_gradient_from_outside_is_refused():
+    model = net()
+    varreg.observe(model, per="model")
+    loss = model(batch()).square().mean() + model[0].weight.square().sum()
+    with pytest.raises(MeasurementError, match="from outside"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1e25])
+def test_squares_beyond_float32(scale):
+    model, _, other, _ = pair(dtype=torch.float32)
+    for m in (model, other):
+        for _ in range(2):
+            m.zero_grad()
+            backward(m, batch(dtype=torch.float32), scale=scale)
+    assert_same(model, other, rtol=1e-4)
+
+
+def test_bfloat16():
+    model, _, other, _ = pair(dtype=torch.bfloat16)
+    for m in (model, other):
+        backward(m, batch(dtype=torch.bfloat16))
+    assert_same(model, other, rtol=1e-3)
+
+
+def test_shared_and_checkpointed_layers():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            x = self.layer(self.layer(x).tanh())
+            return checkpoint(lambda y: self.other(y).sin(), x, use_reentrant=False)
+
+    torch.manual_seed(0)
+    model = Twice().double()
+    other = copy.deepcopy(model)
+    varreg.observe(model), varreg.observe(other, per="model")
+    for _ in range(2):
+        for m in (model, other):
+            m.zero_grad()
+            backward(m, batch())
+        assert_same(model, other)
+
+
+def test_what_needs_elements_says_so():
+    model = net()
+    observer = varreg.observe(model, per="model")
+    backward(model, batch())
+    m = varreg.moments(model[0].weight)
+    for name in ("mean", "variance", "rho", "second_moment"):
+        with pytest.raises(varreg.VarregError, match=rf"{name} has a value for each element"):
+            getattr(m, name)
+    assert "Totals(count=8, shape 5×6" in repr(m)
+    with pytest.raises(varreg.VarregError, match="for each element"):
+        gauges.gsnr([m])
+    with pytest.raises(varreg.VarregError, match="for each element"):
+        varreg.NoiseScale(observer, l1=True).update()
+
+
+def test_options_that_make_no_sense():
+    with pytest.raises(varreg.VarregError, match="per must be one of"):
+        varreg.observe(net(), per="layer")
+    with pytest.raises(varreg.VarregError, match="Leave groups out"):
+        varreg.observe(net(), 4, per="model")
+
+
+def test_noise_tools_agree():
+    model, one, other, two = pair()
+    a, b = varreg.NoiseScale(one), varreg.NoiseScale(two)
+    for n in (8, 9, 10):
+        for m, noise in ((model, a), (other, b)):
+            m.zero_grad()
+            backward(m, batch(n))
+            noise.update()
+    assert a.model.value == pytest.approx(b.model.value, rel=1e-9)
+    first, second = one.summary().as_dict(), two.summary().as_dict()
+    assert first == pytest.approx(second, rel=1e-9)
+    parts = [[varreg.moments(p) for p in m.parameters()] for m in (model, other)]
+    assert gauges.noise_scale(parts[0]) == pytest.approx(gauges.noise_scale(parts[1]), rel=1e-9)
+
+
+def test_adascale_agrees():
+    gains = []
+    for per in ("element", "model"):
+        model = net()
+        varreg.observe(model, per=per)
+        ada = varreg.AdaScale(torch.optim.SGD(model.parameters(), 0.1), base_batch=2)
+        for n in (8, 9, 10):
+            ada.zero_grad()
+            backward(model, batch(n))
+            ada.step()
+        gains.append(ada.gain)
+    assert gains[0] == pytest.approx(gains[1], rel=1e-9)
+
+
+@pytest.mark.parametrize("per", ["tensor", "model"])
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}]
+)
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_sgd_with_one_lambda_agrees(per, options, clip):
+    models = []
+    for observed in ("element", per):
+        model = net()
+        varreg.observe(model, per=observed)
+        optimizer = varreg.VRSGD(model.parameters(), lr=0.1, per=per, **options)
+        for n in (8, 9, 10, 11):
+            optimizer.zero_grad()
+            backward(model, batch(n))
+            if clip:
+                clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+        models.append(model)
+    for p, q in zip(*(m.parameters() for m in models), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+
+
+def test_optimizers_that_need_elements_say_so():
+    model = net()
+    varreg.observe(model, per="model")
+    backward(model, batch())
+    with pytest.raises(varreg.VarregError, match=r"per='element' needs.*varreg\.observe\(model\)"):
+        varreg.VRSGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(varreg.VarregError, match="divides each element"):
+        varreg.VRAdam(model.parameters(), lr=0.1, per="model").step()
+    clip_grad_value_(model.parameters(), 0.01)
+    with pytest.raises(varreg.VarregError, match="element by element"):
+        varreg.VRSGD(model.parameters(), lr=0.1, per="model").step()
+
+
+def test_a_compiled_model():
+    model, _, other, _ = pair()
+    compiled = torch.compile(other, backend="aot_eager")
+    for _ in range(2):
+        for m, call in ((model, model), (other, compiled)):
+            m.zero_grad()
+            backward(call, batch())
+        assert_same(model, other)
+
+
+def test_several_processes_are_refused(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        with pytest.raises(varreg.VarregError, match="not supported in several processes"):
+            varreg.observe(net(), per="model")
+    finally:
+        torch.distributed.destroy_process_group()
