@@ -257,13 +257,17 @@ def test_nothing_waits_but_the_step_once(w, optimizer, loop):
 
 MOST_LAUNCHES = {("GPT", "SGD, momentum"): 1.92, ("GPT", "Adam"): 1.97}
 MOST_LAUNCHES |= {("paper's CNN", "SGD, momentum"): 2.00, ("paper's CNN", "Adam"): 2.26}
+SMALL = {"GPT": text(2, 32), "paper's CNN": images(16, 1, 28, 28)}
 
 
 @pytest.mark.parametrize(("model", "optimizer"), MOST_LAUNCHES)
 def test_launches_over_plain_training(model, optimizer):
-    """And the table of the docs has what is counted."""
+    """The table of the docs has what is counted. It was counted with larger batches: how many
+    launches there are does not depend on the batch.
+    """
     torch.set_default_dtype(torch.float32)
     w = next(w for w in WORKLOADS.values() if w.name.startswith(model))
+    w = w._replace(batch=SMALL[model])
     rows, ratio = launches.rows(w, optimizer)
     assert ratio <= MOST_LAUNCHES[model, optimizer] + 0.005, rows
     saved = json.loads(launches.RESULTS.read_text())["rows"]

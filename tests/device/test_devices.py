@@ -42,22 +42,18 @@ def test_what_holds_on_any_device_for_all_models():
     run("tests/device/on_pretend_device.py", "-m", "slow")
 
 
-def test_conformance():
-    which = "test_moments_are_those_of_single_samples"
-    path = f"tests/properties/test_conformance.py::{which}"
+CONFORMANCE = "tests/properties/test_conformance.py"
+MOMENTS = f"{CONFORMANCE}::test_moments_are_those_of_single_samples"
+UPDATE_RULES = "tests/properties/test_update_rules.py"
+FORMULA = f"{UPDATE_RULES}::test_against_the_formula"
+
+
+@pytest.mark.parametrize("path", [MOMENTS, FORMULA])
+def test_against_the_definition(path):
     run(path, "-m", "not slow", PRETEND_DEFAULT="1")
 
 
 @pytest.mark.slow
-def test_all_of_conformance():
-    run("tests/properties/test_conformance.py", "-m", "not slow", PRETEND_DEFAULT="1")
-
-
-def test_update_rules():
-    path = "tests/properties/test_update_rules.py::test_against_the_formula"
-    run(path, "-m", "not slow", PRETEND_DEFAULT="1")
-
-
-@pytest.mark.slow
-def test_all_of_the_update_rules():
-    run("tests/properties/test_update_rules.py", "-m", "not slow", PRETEND_DEFAULT="1")
+@pytest.mark.parametrize(("path", "known"), [(CONFORMANCE, MOMENTS), (UPDATE_RULES, FORMULA)])
+def test_the_rest_of_these_tables(path, known):
+    run(path, "-m", "not slow", "--deselect", known, PRETEND_DEFAULT="1")

@@ -32,7 +32,7 @@ def run(
     name: str,
     arguments: dict,
     regularizer: dict,
-    steps: int = 25,
+    steps: int = 14,
     clip=None,
     clip_reference=None,
     tolerance: float = 1e-9,
@@ -106,7 +106,7 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("name", RULES)
 def test_options_against_the_formula(name, options):
-    run(name, RULES[name].settings["plain"], options, steps=20)
+    run(name, RULES[name].settings["plain"], options, steps=10)
 
 
 @pytest.mark.parametrize("options", [{}, *OPTIONS.values()], ids=["defaults", *OPTIONS])
@@ -118,7 +118,7 @@ def test_without_the_compiled_kernel(options, monkeypatch):
         ("Adam", "plain"),
         ("AdamW", "plain"),
     ):
-        run(name, RULES[name].settings[setting], options, steps=20)
+        run(name, RULES[name].settings[setting], options, steps=10)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -140,7 +140,7 @@ def test_clipping_by_norm_leaves_rho_alone(name, setting):
         name,
         RULES[name].settings[setting],
         {},
-        steps=20,
+        steps=10,
         clip=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.05),
         clip_reference=norm_clip,
     )
@@ -152,7 +152,7 @@ def test_clipping_by_value_leaves_rho_alone(name):
         name,
         RULES[name].settings["plain"],
         {},
-        steps=20,
+        steps=10,
         clip=lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.05),
         clip_reference=lambda means: {n: g.clamp(-0.05, 0.05) for n, g in means.items()},
     )
