@@ -8,9 +8,11 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 SECONDS ?= 120
+# Tests start many processes: each would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all test-versions graphs known-graphs kernels house sanitize lint types docs docs-serve bench wheels release-check clean
+.PHONY: demo test test-all test-versions graphs known-graphs fresh-graphs kernels house sanitize lint types docs docs-serve bench wheels release-check clean
 
 demo: $(VENV)/.lab
 	$(BIN)/varreg noise --task digits --optimizer SGD:momentum=0.9 --lr 0.02 --steps 400 --plan 16,64,256 --out runs/demo-noise
@@ -30,6 +32,9 @@ test-versions:  # the oldest, the pinned and the newest torch; downloads gigabyt
 
 graphs: $(VENV)/.dev
 	$(BIN)/python -m tests.properties.graphs --seconds $(SECONDS)
+
+fresh-graphs:  # the same, where a find is only told
+	$(MAKE) graphs || echo "RANDOM GRAPHS FOUND A FAILURE: see above for the command that repeats it"
 
 known-graphs: $(VENV)/.dev  # the same ones each time
 	$(BIN)/python -m tests.properties.graphs --seed 100000000 --count 600 --seconds 600

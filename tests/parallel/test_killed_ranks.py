@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.support.commands import LIMIT
+from tests.support.once import folder_once
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torchrun_digits.py"
 FAULTY = Path(__file__).parents[1] / "support" / "faulty.py"
@@ -100,8 +101,7 @@ def parameters(folder: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory) -> tuple[Path, str]:
-    folder = tmp_path_factory.mktemp("one")
-    return folder, alone(folder)
+    return folder_once(tmp_path_factory, "one-rank", alone)
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +109,7 @@ def three(tmp_path_factory) -> tuple[Path, str]:
     """With three processes, a sum depends on the order in which it is made: bits are not the same
     by themselves, as they are with two.
     """
-    folder = tmp_path_factory.mktemp("three")
-    return folder, train(folder, ranks=3)
+    return folder_once(tmp_path_factory, "three-ranks", lambda folder: train(folder, ranks=3))
 
 
 @pytest.mark.slow

@@ -32,15 +32,14 @@ NEEDS_FSDP = pytest.mark.skipif(
 B, STEPS = 12, 20
 
 
-mp.set_forkserver_preload([__name__, "tests.support.sharded_ranks"])
-
-
 def launch(function, world: int, *args):
     """Run `function(rank, world, *args)` on every rank; return what each of them returns.
 
     The ranks are forked off a server that has imported torch and varreg, and nothing else: that
     saves each of them seconds.
     """
+    # The pool of the lab uses the same server, if it runs: whoever is first says what it imports.
+    mp.set_forkserver_preload([__name__, "tests.support.sharded_ranks", "varreg.lab.runs.pool"])
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank, (world, function, folder, args), world, start_method="forkserver")
         return [torch.load(Path(folder) / f"{r}.pt", weights_only=False) for r in range(world)]

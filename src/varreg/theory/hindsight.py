@@ -20,6 +20,7 @@ import importlib.resources
 import io
 import math
 import statistics
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -219,17 +220,34 @@ ARMS: dict[str, dict[str, object]] = {
 """The judged regularizers, by name."""
 
 
-def median_caught(series: Series, lambda0: float, **options: object) -> Caught:
-    """Return the median share over the series of a kind; nan if the regularizer needs δ̄² and the
-    series has none.
+def medians_caught(
+    series: Sequence[Series], lambda0: float, **options: object
+) -> dict[str, Caught]:
+    """Return, for each series by its name, the median share over its columns; nan if the
+    regularizer needs δ̄² and the series has none.
+
+    Series of one length go through time together: elements do not depend on each other.
     """
-    if options.get("scale_free") and series.delta2 is None:
-        return Caught(math.nan, math.nan)
-    lam = causal(series.sigma2, series.delta2 if options.get("scale_free") else None, **options)
-    each = [caught(a, b, lambda0) for a, b in zip(lam.T, series.sigma2.T, strict=True)]
-    return Caught(
-        statistics.median(c.share for c in each), statistics.median(c.mean_lambda for c in each)
-    )
+    needs_delta = bool(options.get("scale_free"))
+    found = {one.name: Caught(math.nan, math.nan) for one in series}
+    able = [one for one in series if not needs_delta or one.delta2 is not None]
+    for length in {len(one.sigma2) for one in able}:
+        together = [one for one in able if len(one.sigma2) == length]
+        sigma2 = torch.cat([one.sigma2 for one in together], 1)
+        delta2 = torch.cat([_squares(one) for one in together], 1) if needs_delta else None
+        lam = causal(sigma2, delta2, **options).split([one.sigma2.shape[1] for one in together], 1)
+        for one, its_lam in zip(together, lam, strict=True):
+            each = [caught(a, b, lambda0) for a, b in zip(its_lam.T, one.sigma2.T, strict=True)]
+            found[one.name] = Caught(
+                statistics.median(c.share for c in each),
+                statistics.median(c.mean_lambda for c in each),
+            )
+    return found
+
+
+def _squares(series: Series) -> Tensor:
+    assert series.delta2 is not None
+    return series.delta2
 
 
 class Relation(NamedTuple):

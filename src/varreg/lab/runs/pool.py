@@ -40,12 +40,26 @@ class Listener(Protocol):
     def warned(self, name: str, text: str) -> None: ...
 
 
-def _start(messages: Any, stop: Any, paths: list[str]) -> None:
+def _context() -> Any:
+    """Return how processes are started: forked off a server that has imported this module, where
+    the system can do that. So torch is imported once, and not in each of them.
+    """
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+def _start(messages: Any, stop: Any, paths: list[str], environment: dict[str, str]) -> None:
     """Prepare a new process."""
     import sys
 
     global _messages, _stop
     _messages, _stop = messages, stop
+    # A server has the environment of the moment at which it was started.
+    os.environ.clear()
+    os.environ.update(environment)
     warnings.showwarning = _pass_on  # standard error would disturb the display
     sys.path[:0] = [path for path in paths if path not in sys.path]
     torch.set_num_threads(1)
@@ -142,10 +156,10 @@ class Pool:
     ):
         if jobs < 1:
             raise VarregError(f"varreg: at least one job is needed; got {jobs}.")
-        context = multiprocessing.get_context("spawn")
+        context = _context()
         self.arguments = (data_dir, fingerprint, shared)
         self.messages, self.stop = context.Queue(), context.Event()
-        arguments = (self.messages, self.stop, list(paths))
+        arguments = (self.messages, self.stop, list(paths), dict(os.environ))
         self.executor = futures.ProcessPoolExecutor(jobs, context, _start, arguments)
 
     def __enter__(self) -> Pool:

@@ -54,12 +54,14 @@ def _hindsight() -> list[dict[str, Any]]:
     catches.
     """
     rows = []
-    for series in hindsight.all_series():
+    every = hindsight.all_series()
+    by_arm = {
+        name: hindsight.medians_caught(every, LAMBDA0, **options)
+        for name, options in hindsight.ARMS.items()
+    }
+    for series in every:
         gain = statistics.median(hindsight.gain(x, LAMBDA0) for x in series.sigma2.T)
-        arms = {
-            name: hindsight.median_caught(series, LAMBDA0, **options)._asdict()
-            for name, options in hindsight.ARMS.items()
-        }
+        arms = {name: found[series.name]._asdict() for name, found in by_arm.items()}
         rows.append({"series": series.name, "spread": series.spread, "gain": gain, "arms": arms})
     return rows
 
