@@ -187,8 +187,8 @@ def derived_output_message(shape: tuple[int, ...], names: str) -> str:
 
 
 def refuse_transform(model: nn.Module) -> None:
-    """Refuse to run if a transform, an export or a trace runs the model: it would record our
-    nodes.
+    """Refuse to run if a transform, an export or a trace runs the whole model: it would record our
+    nodes. A transform inside of the forward is handled by `Tracer.run_new`.
     """
     what = "a torch.func transform (grad, vmap, jvp)"
     if torch.compiler.is_exporting():

@@ -27,8 +27,8 @@ from varreg.engine.mechanisms.pull_back import autocast_rounding
 from varreg.engine.partition import Partition
 from varreg.engine.trace.arguments import results, swap
 from varreg.engine.trace.call import Call
+from varreg.engine.trace.decide import place_result
 from varreg.engine.trace.layout import Lost, Place, narrow
-from varreg.engine.trace.results import place_result
 from varreg.engine.trace.trace import Trace
 from varreg.errors import MeasurementError
 from varreg.thresholds import PARTS_ADD_UP

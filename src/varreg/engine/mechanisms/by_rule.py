@@ -28,9 +28,9 @@ from varreg.engine.rules.rule import Contributions
 from varreg.engine.trace import checkpoints
 from varreg.engine.trace.arguments import flatten, refill, results, swap, without_tensors
 from varreg.engine.trace.call import Call
+from varreg.engine.trace.decide import place_result
 from varreg.engine.trace.layout import Place
 from varreg.engine.trace.plans import Plan, store_plan
-from varreg.engine.trace.results import place_result
 from varreg.engine.trace.trace import Trace
 
 # ---- forward -------------------------------------------------------------------------------------

@@ -22,8 +22,9 @@ from varreg.engine.partition import Partition
 from varreg.engine.rules import RULES, STACKED
 from varreg.engine.trace.arguments import results, swap
 from varreg.engine.trace.call import Call
+from varreg.engine.trace.decide import follow, place_result
 from varreg.engine.trace.einsum import equation_of, operands_of
-from varreg.engine.trace.follow import Guess, follow
+from varreg.engine.trace.follow import Guess
 from varreg.engine.trace.functions import CELLS, ELEMENTWISE, JOINS, PRODUCTS
 from varreg.engine.trace.layout import (
     Layout,
@@ -35,7 +36,6 @@ from varreg.engine.trace.layout import (
     samples,
 )
 from varreg.engine.trace.packed import is_packed, place_packed
-from varreg.engine.trace.results import place_result
 from varreg.engine.trace.trace import Trace
 from varreg.engine.trace.trial import Verdict
 

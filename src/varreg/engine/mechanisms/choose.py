@@ -13,10 +13,11 @@ from torch import Tensor
 from varreg.engine.mechanisms import by_repetition, by_rule, by_spread
 from varreg.engine.rules import PACKED, RULES, STACKED, STACKED_PACKED
 from varreg.engine.trace.call import Call
+from varreg.engine.trace.decide import place_result
 from varreg.engine.trace.functions import FILLS, SELECTS, WRITERS, without_override_check
 from varreg.engine.trace.layout import Ragged
 from varreg.engine.trace.packed import is_packed
-from varreg.engine.trace.results import mark_derived, place_result
+from varreg.engine.trace.results import mark_derived
 from varreg.engine.trace.trace import Trace
 from varreg.errors import VarregError
 

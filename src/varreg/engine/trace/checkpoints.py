@@ -65,8 +65,8 @@ def is_reentrant() -> bool:
 
 
 def note(observer: Observer) -> None:
-    """Note that a parameter is used. If that is inside of checkpoints, make sure that their second
-    runs are traced as this one is.
+    """Note that a parameter is used. If checkpoints run this code, make sure that their second runs
+    are traced like this one.
     """
     if _is_noted(observer):
         return
@@ -82,11 +82,11 @@ def note(observer: Observer) -> None:
         if held is not None:
             _wrap(held, observer, around)
         elif len(around) == len(observer.forward.modules_around([])):
-            # else the hooks of a module in between will trace the second run
+            # otherwise, the hooks of a module in between will trace the second run
             raise VarregError(
-                f"varreg: in {observer.forward.path()}, a parameter is used in a function that is "
-                f"checkpointed, and how torch {torch.__version__} runs it again is not known. Move "
-                "the function and its parameters into a module of their own, and checkpoint that."
+                f"varreg: in {observer.forward.path()}, a checkpointed function uses a parameter, "
+                f"and varreg does not know how torch {torch.__version__} runs it again. Move the "
+                "function and its parameters into a module of their own, and checkpoint that."
             )
 
 
@@ -184,8 +184,8 @@ def _refuse_parameters(observer: Observer, args: tuple[Any, ...]) -> None:
         raise VarregError(
             f"varreg: in {observer.forward.path()}, a re-entrant checkpoint is given "
             f"{observer.tracer.trace.names(made)} as an argument, and would return its gradient "
-            "without what each sample contributed. Use use_reentrant=False, or let the function "
-            "itself take the parameter from the module."
+            "as a sum, without the contribution of each sample. Use use_reentrant=False, or let "
+            "the function itself take the parameter from the module."
         )
 
 
@@ -248,7 +248,9 @@ class _Again:
             vars(run).update(kept)
 
     def _mark(self, args: tuple[Any, ...]) -> list[Tensor]:
-        """Mark the arguments as they were, and the inputs of the model; return the latter."""
+        """Mark the arguments as in the forward, and the inputs of the model. Return the marked
+        inputs.
+        """
         for t, where in zip(tensors_of(args), self.marks, strict=True):
             if where is not None and not self.observer.parameters.ledger(t):
                 mark(t, where)

@@ -1,4 +1,4 @@
-"""The verdicts of trials, and the calls that each holds for.
+"""The verdicts of trials, and for which calls a verdict is valid.
 
 A verdict holds for calls of the same kind: the function, its plain arguments, and for each tensor
 its type, its shape and what it is (where it carries the batch, or that it is a constant). After
@@ -55,9 +55,9 @@ class Verdicts:
         return times <= EARLY or times & (times - 1) == 0
 
     def is_record(self, key: Escape, numbers: Range | None) -> bool:
-        """Return whether numbers that left torch are to be tried because they are larger or smaller
-        than all before: code may take another branch beyond some limit. The first 16 such times
-        count, and then the 32nd, 64th, …, since some numbers grow in every step.
+        """Return whether to try numbers that left torch because they are larger or smaller than all
+        earlier ones: code may take another branch beyond some limit. The first 16 such numbers are
+        tried, then the 32nd, 64th, …, since some numbers grow in every step.
         """
         if numbers is None:
             return False
@@ -88,8 +88,8 @@ class Verdicts:
         return verdict
 
     def of_values(self, call: Call, there: Place, which: int) -> Verdict:
-        """Return the same for these values of the tensors, which may decide: a trial is made each
-        time.
+        """Return the same for the given values of all tensors. Make a trial each time, since values
+        may decide.
         """
         with undisturbed():
             return try_call(call, there, which)
