@@ -112,10 +112,10 @@ class Moments:
 
     @property
     def rho(self) -> Tensor:
-        """Return ρ = v²/ḡ², the scale-free variance (S2.3). 0/0 is nan and v²/0 is inf: the
-        regularizer knows what to do with both.
+        """Return ρ = v²/ḡ², the scale-free variance (S2.3). 0/0 is nan and v²/0 is inf; the
+        regularizer handles both.
 
-        Where squares are too small for their precision, it is not known: nan.
+        Where squares are too small for their precision, ρ is nan, since it is not known.
         """
         return (self.variance / self.mean.square()).masked_fill_(
             self.square < torch.finfo(self.square.dtype).tiny, torch.nan

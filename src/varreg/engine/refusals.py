@@ -115,7 +115,7 @@ def check_model(
             raise VarregError(
                 f"varreg: {where} is already observed, with other options or as part of another "
                 "model. Call remove() on its observer first; observe() of the same model with the "
-                "same options gives it back."
+                "same options returns it."
             )
         if isinstance(m, nn.Embedding | nn.EmbeddingBag) and (m.sparse or m.scale_grad_by_freq):
             which = "sparse" if m.sparse else "scale_grad_by_freq"
@@ -161,7 +161,7 @@ def refuse_batch_norm(observer: Observer, args: Any, kwargs: dict[str, Any]) -> 
 
 
 def refuse_gradient(message: str) -> Callable[[Tensor | None], None]:
-    """Return a tensor hook that raises when a gradient arrives that is not zero."""
+    """Return a tensor hook that raises if a gradient that is not zero arrives."""
 
     def complain() -> None:
         raise MeasurementError(message)
@@ -181,8 +181,8 @@ def derived_output_message(shape: tuple[int, ...], names: str) -> str:
     return (
         f"varreg: an output of the observed model, of shape {shape}, was made of parameters alone "
         f"({names}), or of inputs that varreg could not find (tensors in sequences, mappings and "
-        "dataclasses are found), so its gradient cannot be told apart by samples. Let the model "
-        "combine it with the batch, or freeze those parameters."
+        "dataclasses are found), so its gradient cannot be divided among the samples. Let the "
+        "model combine it with the batch, or freeze those parameters."
     )
 
 

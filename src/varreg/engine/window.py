@@ -182,7 +182,7 @@ class Window:
             if ledger.is_check_due:
                 due.append((p, ledger))
                 ledger.is_check_due = ledger.is_used_unseen
-        # the next parameter in turn: many windows compare all, and each window pays for one
+        # the next parameter in turn: each window compares one, and many windows compare all
         reached[self.number % len(reached)][1].is_check_due = True
         for p, ledger in due:
             if id(p) not in whole:
@@ -214,7 +214,8 @@ def _refuse_unseen_gradient(p: Tensor, ledger: Ledger) -> None:
         return
     eps = max(torch.finfo(p.grad.dtype).eps, ledger.precision)
     if eps > COARSE and ledger.is_reused:
-        # several uses may cancel in each sample, which the sums do not show: rounding has no bound
+        # several uses may cancel in each sample, and the sums do not show that: rounding has no
+        # bound
         return
     grad = p.grad.to(total.dtype)
     if total.is_cpu and torch.equal(total, grad):

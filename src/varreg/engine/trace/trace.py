@@ -199,8 +199,8 @@ class Trace:
         if not lost.mixed:
             return (
                 f"varreg: in {path}, the batch cannot be followed: {lost.why}. A gradient arrives "
-                "there, and which sample it belongs to is not known. Write the operation another "
-                "way, or detach its result if it is no part of the loss."
+                "there, and varreg does not know which sample it belongs to. Write the operation "
+                "in another way, or detach its result if it is no part of the loss."
             )
         return (
             f"varreg: in {path}, {lost.why}: a sample has no gradient of its own, and its variance "
