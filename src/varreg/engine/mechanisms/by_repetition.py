@@ -1,7 +1,7 @@
 """By repetition: a function without a rule runs unchanged, and the backward pass repeats it for one
 group of samples at a time.
 
-The result is exact. If the contributions do not add up to the gradient, it is an error.
+The contributions are exact. If they do not add up to the gradient, an error is raised.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def measure(trace: Trace, call: Call) -> Any:
     rule = f"{call.name.strip('_')} (general)"
     recipients = [trace.recipient(t, rule) for t in call.parameters]
     repetition = _Repetition(call, recipients, f"{call.name} in {trace.observer.forward.path()}")
-    # a call in place overwrites its input, which the repetition needs
+    # a call in place overwrites its input, but the repetition needs it
     before = [x.detach().clone() if call.is_in_place else x for x, _ in call.carriers]
     taps = RepeatNode.apply(repetition, *before, *call.parameters)
     new = {id(t): tap for t, tap in zip(call.parameters, taps, strict=True)}
@@ -210,9 +210,9 @@ class RepeatNode(Node):
         edges = ctx.next_functions[n_inputs:]
         if any(g is not None for g in grads) and not repetition.grads:
             raise MeasurementError(
-                f"varreg: {repetition.where} has no rule, and the gradient of its result never "
-                "arrived: something that the engine cannot see took its place. Write the result as "
-                "a new tensor, and change nothing in place."
+                f"varreg: {repetition.where} has no rule, and no gradient of its result arrived: "
+                "code that the engine does not see has replaced the result. Write the result as a "
+                "new tensor, and change nothing in place."
             )
         if repetition.grads and repetition.partition.batch:
             contributions = _contributions(repetition, saved_tensors(ctx))

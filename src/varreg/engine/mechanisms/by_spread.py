@@ -76,7 +76,7 @@ def measure(trace: Trace, call: Call) -> Any:
     trace.mark_each(out, lambda t, i: place_result(trace, new, t, i))
     is_complete = call.function not in JOINS or _has_rows_of(out, there)
     if not is_complete and not all(_is_expanded(t, there) for t in call.parameters):
-        trace.refuse(call, "it becomes rows of the batch that belong to no sample")
+        trace.refuse(call, "its rows in the result belong to no sample")
     return out
 
 
@@ -89,8 +89,8 @@ def _spread(
     is_aligned: bool,
     rank: int,
 ) -> Tensor:
-    """Return a tensor made of parameters as one that carries the batch, in a dimension that counts
-    among `rank` of them.
+    """Return a tensor made of parameters as a tensor that carries the batch at `there`, which
+    counts `rank` dimensions.
     """
     recipient = trace.recipient(t, call.name.strip("_"))
     if is_aligned and there.batch > 1:
@@ -126,7 +126,7 @@ def _spread_shape(
     size = padded.shape[there.dim] if padded.dim() else 1
     is_aligned = there.batch == 1 or size == there.size != 1
     if not is_aligned and (size != 1 or is_join):
-        why = f"its shape {tuple(t.shape)} fits the batch of {there.batch} nowhere"
+        why = f"no dimension of its shape {tuple(t.shape)} fits the batch of {there.batch}"
         trace.refuse(call, why, [t])
     return [there.size if d == there.dim else n for d, n in enumerate(padded.shape)], is_aligned
 
