@@ -1,4 +1,4 @@
-"""Which kernels serve a tensor: those in C on the CPU, those in Triton on GPUs, or none.
+"""Choose the kernels for a tensor by its device: C on the CPU, Triton on GPUs, or none.
 
 The *definition* of a kernel is the same computation in plain PyTorch, in several passes over
 memory; a kernel needs one pass. (The definition is also called the kernel's *twin*, since both must
@@ -28,7 +28,7 @@ from varreg.native.contract import Task
 from varreg.native.layer_sums import Sums
 
 Pair = tuple[Tensor, Tensor] | Tensor
-"""Two tensors, or one that has both, one after the other."""
+"""Two tensors, or one tensor that has both along its first dimension."""
 
 
 class Backend(Protocol):

@@ -1,7 +1,7 @@
-"""S and W by PyTorch, in few launches: the backend of devices that have no kernels of ours.
+"""S and W by PyTorch, in few launches: the backend of devices for which varreg has no kernels.
 
 It has those functions of the interface `Backend` (backends.py) that save launches. A function
-returns None to leave the work to the definition in PyTorch. W comes as √W, and
+returns None to leave the work to the definition in PyTorch. W is computed as √W, and
 `square_pending_roots` turns √W into W at the end of the backward. So one reduction reads the
 per-sample gradients, in place of a square and a sum.
 
@@ -91,7 +91,7 @@ def outer(delta: Tensor, a: Tensor, groups: int, bias: bool = False) -> Sums | N
     if not groups or b % groups:
         return None
     elements = groups * o * (i + bias)
-    # where per-sample gradients are few, a bias among them costs less than a launch of its own
+    # if per-sample gradients are few, adding a bias to them costs less than a separate launch
     if r == 1 and groups == b and (elements > DEVICE_CACHED or not bias):
         return _single_rows(delta[:, 0], a[:, 0], bias)
     if elements > DEVICE_CHUNK:

@@ -9,8 +9,8 @@ so that λ = 1 where ρ equals its history, λ > 1 where the increment is less u
 where it is more uncertain. Everything works element by element on tensors of any shape, also on
 scalars (one λ for a tensor or a model).
 
-Where ρ/ρ̄ is undefined (0/0: no gradient at all; or no history), λ is 1. No history records a ρ
-that is not finite. The histories are in histories.py.
+Where ρ/ρ̄ is undefined (0/0, without any gradient; or without a history), λ is 1. No history
+records a ρ that is not finite. The histories are in histories.py.
 """
 
 from __future__ import annotations

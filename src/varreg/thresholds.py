@@ -1,8 +1,8 @@
 """Thresholds and tolerances, each with the measurement or the reason behind its value.
 
 There are three kinds: bounds on memory, which ordinary training must not reach; margins of safety,
-which say how much rounding or chance they allow for; and thresholds of speed. "Not measured" marks
-a threshold of speed that was not compared with other values yet.
+with the rounding or chance that they allow for; and thresholds of speed. "Not measured" marks a
+threshold of speed that was not compared with other values yet.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ elements, starting the threads takes longer than the work. Not measured.
 """
 
 TOGETHER = 1 << 16
-"""Elements of parameters that a whole step compares with what was measured before it moves them:
-they are read twice, the second time from the cache."""
+"""The number of elements whose gradients a whole step compares with the measured ones before it
+moves them: they are read twice, the second time from the cache."""
 
 WORTH_THREADS_PRODUCTS = 1 << 18
 """From this number of products on, a kernel of a layer uses threads, for the same reason."""
@@ -176,9 +176,9 @@ roundings are independent, and S² and m·W have a few more.
 """
 
 BRACKET = 32.0, 1e-9
-"""The variance of a quotient is unknown if its bracket is at most the first number of units of
-rounding; and at least the second number, where states are in float64 but were computed in lower
-precision. Margins of safety.
+"""The variance of a quotient is unknown if its bracket is at most the first number, in units of
+rounding. The bound is at least the second number, since states in float64 may have been computed in
+lower precision. Margins of safety.
 """
 
 PARALLEL = 10.0
@@ -208,10 +208,10 @@ of safety over a bound on the error of sums.
 """
 
 PEEK = 256
-"""The number of first elements of a gradient that are searched for one that is not 0. Usually there
-is one. Searching so few takes as long as one call of torch. On one thread of a busy Xeon (CPU time,
-interleaved) it took 1/13 of the time of a search of all of 2¹⁶ elements, and 1/166 for 2²⁰; for 2¹²
-the second call costs a third more.
+"""The number of elements at the beginning of a gradient that are searched for one that is not 0.
+Usually one is found. Searching so few takes as long as one call of torch. On one thread of a busy
+Xeon (CPU time, interleaved) it took 1/13 of the time of a search of all of 2¹⁶ elements, and 1/166
+for 2²⁰; for 2¹² the second call costs a third more.
 """
 
 # ---- λ -------------------------------------------------------------------------------------------
@@ -242,8 +242,8 @@ decides whether a warning is given. Of all options of our optimizers, only `lamb
 
 SAME = 64.0
 """Two results of a trial count as equal if they differ by at most this many units of rounding,
-relative to each value. A matrix product with other rows beside may add in another order, which
-changes it by some 10 units. Not measured further.
+relative to each value. A matrix product with other rows in the same matrix may add in another
+order, which changes it by some 10 units. Not measured further.
 """
 
 ROUNDING_OF_RANDOM = 1e4
@@ -353,8 +353,8 @@ that are zero up to rounding (a bias before a softmax) have no scale of their ow
 """
 
 NOISE = 10.0
-"""A gap counts as rounding if it is at most this many times torch's own gaps without varreg: those
-between single samples and float64, or between the batch and single samples.
+"""A gap counts as rounding if it is at most this many times as large as torch's own gaps without
+varreg: between single samples and float64, or between the batch and single samples.
 """
 
 MOST_WEIGHED = 1 << 27
@@ -395,9 +395,10 @@ DEVICE_CACHED = 1 << 20
 with one row per sample needs none, at the price of one more launch for its bias. Not measured."""
 
 DEVICE_SMALL, DEVICE_JOINED, DEVICE_LARGE = 1 << 22, 1 << 24, 1 << 26
-"""Elements of a parameter up to which its step is joined with those of others on an accelerator, of
-all that are joined, and from which it is sliced. A joined step of any number of parameters takes
-some 40 launches, and memory for about ten more numbers per element. Not measured."""
+"""On an accelerator: the largest size of a parameter whose step is joined with the steps of others,
+the largest size of all joined parameters, and the size from which on a parameter is sliced; in
+elements. A joined step of any number of parameters takes some 40 launches, and memory for about ten
+more numbers per element. Not measured."""
 
 # ---- noise ---------------------------------------------------------------------------------------
 

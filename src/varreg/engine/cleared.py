@@ -1,5 +1,4 @@
-"""What happens when gradients are cleared: find gradients that are None or zero, and restart their
-sums.
+"""Find gradients that were cleared, and restart their sums.
 
 Before a backward writes to any gradient, `Window.restart_cleared` calls `restart_if_cleared` of
 every ledger, whose `GradientWatch` finds out whether the gradient was cleared since the last

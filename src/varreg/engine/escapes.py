@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from varreg import _torch
 from varreg.engine.marks import mark_of
-from varreg.engine.mechanisms.node import Ran
+from varreg.engine.mechanisms.node import BackwardRuns
 from varreg.engine.trace.arguments import tensors_of
 from varreg.engine.trace.layout import Place, Ragged, Summed, Where
 from varreg.engine.trace.trace import UNKNOWNS
@@ -44,13 +44,14 @@ def try_escapes(
         return
     if _torch.current_graph_task() != -1:
         return  # a checkpoint runs the forward again
-    ran_backward = trace.backwards != Ran.backwards  # inside of this forward: it must not run again
+    # a forward with a backward inside of it must not run again
+    ran_backward = trace.backwards != BackwardRuns.backwards
     if ran_backward and all(name in _UNCERTAIN for name, *_ in trace.escapes):
         return
     left = [
         key
         for key, numbers in trace.escapes.items()
-        if verdicts.is_record(key, numbers) | verdicts.due(("escape", *key))
+        if verdicts.is_record(key, numbers) | verdicts.is_due(("escape", *key))
     ]
     if not left:
         return
@@ -111,9 +112,9 @@ def try_alone(
     trace, verdicts = observer.tracer.trace, observer.tracer.verdicts
     if trace.batch <= 1 or trace.lets_samples_meet:
         return
-    if not verdicts.due("alone") or not verdicts.is_early("alone"):
+    if not verdicts.is_due("alone") or not verdicts.is_early("alone"):
         return
-    if _torch.current_graph_task() != -1 or trace.backwards != Ran.backwards:
+    if _torch.current_graph_task() != -1 or trace.backwards != BackwardRuns.backwards:
         return  # a checkpoint runs the forward again, or a backward ran inside of it
     if trace.has_slots or any(ledger.is_sharded for _, ledger in observer.parameters):
         return

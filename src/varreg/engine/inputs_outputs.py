@@ -48,8 +48,8 @@ def place_inputs(
     dim: int,
     ledger: Callable[[Tensor], Any],
 ) -> Inputs:
-    """Return where the inputs carry the batch: in dimension `dim`, if their size there is that of
-    the first input. Parameters, which have a ledger, do not carry the batch.
+    """Return where the inputs carry the batch: in dimension `dim`, if they have the same size there
+    as the first input. Parameters, which have a ledger, do not carry the batch.
     """
     batch, packed = _place_packed(args, kwargs)
     # sizes of inputs that could carry the batch: they are not parameters, and have the dimension
@@ -133,7 +133,7 @@ class Outputs:
         forward that failed has no output.
         """
         outputs, trace = tensors_of(output), self.observer.tracer.trace
-        is_due = self.observer.tracer.verdicts.due("outputs")  # look closely now and then
+        is_due = self.observer.tracer.verdicts.is_due("outputs")  # look closely now and then
         self._looks += is_due
         is_deep = is_due and self._looks & (self._looks - 1) == 0
         hidden = hidden_tensors(output, outputs) if is_deep else []

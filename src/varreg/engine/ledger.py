@@ -141,8 +141,8 @@ class Ledger:
         self.added_size: Tensor | float = 0.0
         # rounding error of p.grad where autograd computes it beside the sums; else 0
         self.precision = 0.0
-        # names of two parameters, if the start of the count is uncertain: the gradient of the
-        # first was cleared since then, that of the second was not
+        # names of two parameters, if the start of the count is uncertain: the gradient of the first
+        # was cleared since then, and that of the second was not
         self.unclear: tuple[str, str] | None = None
 
     def release(self, p: Tensor) -> None:
@@ -250,7 +250,7 @@ class Ledger:
 
     def count_without_use(self, p: Tensor, partition: Partition, forwards: set[int]) -> None:
         """Count the samples of a window without a use of the parameter: they contribute 0. They
-        count before its first use, too, which may come in a later micro-batch.
+        also count before the first use of the parameter, which may be in a later micro-batch.
         """
         is_counted = bool(forwards) and forwards <= self.forwards
         if not is_counted and (p.requires_grad or p.grad is not None):

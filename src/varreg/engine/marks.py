@@ -81,7 +81,7 @@ def marks_of_forward(number: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_marks(marks: Iterable[tuple[Tensor, Where | Derived]]) -> Iterator[None]:
-    """Mark tensors for a while, and leave their marks as they were."""
+    """Mark tensors inside of the `with` block, and restore their earlier marks afterwards."""
     before = []
     for t, where in marks:
         before.append((t, t.__dict__.get(MARK)))

@@ -56,8 +56,8 @@ class Row:
 
     @property
     def noise_scale(self) -> float:
-        """Return tr Σ/|Ĝ|²: the batch size at which noise and signal are equal, as far as one batch
-        says. Infinite if the estimate of the signal is not positive.
+        """Return tr Σ/|Ĝ|²: the batch size at which noise and signal are equal, estimated from one
+        batch. Infinite if the estimate of the signal is not positive.
         """
         if math.isnan(self.trace):
             return math.nan

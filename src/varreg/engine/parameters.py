@@ -24,7 +24,7 @@ from varreg.errors import VarregError
 from varreg.parallel.shards import is_sharded, like
 
 Pairs = Callable[[nn.Module], list[tuple[Tensor, Tensor]]]
-"""Returns each gathered parameter of a model, and the sharded one that it stands for."""
+"""Returns the gathered parameters of a model, each with the sharded one that it stands for."""
 
 
 class Parameters:
@@ -100,8 +100,8 @@ class Parameters:
         self.learn()
 
     def is_buffer(self, t: Tensor) -> bool:
-        """Return whether a tensor is a buffer or parameter of the model, and was there before the
-        batch came.
+        """Return whether a tensor is a buffer or parameter of the model, which existed before the
+        batch.
         """
         return id(t) in self._lasting
 

@@ -26,7 +26,7 @@ TRACEABLE = "_varreg_traceable_call"
 
 
 def is_traceable_call(function: Any) -> bool:
-    """Return whether a function is the one that calls an observed model."""
+    """Return whether a function is the traceable call of an observed model."""
     return TRACEABLE in getattr(function, "__dict__", ())
 
 

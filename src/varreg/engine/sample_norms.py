@@ -1,4 +1,4 @@
-"""|c_i|² of every sample: from the contributions of each parameter, as they arrive.
+"""|c_i|² of every sample, computed when the contributions to each parameter arrive.
 
 A sample's contributions to one parameter are added up over all of its uses before anything is
 squared; |c_i|² then adds up over parameters. Letters as in contribution.py.

@@ -132,7 +132,7 @@ def _(c: Scattered, with_total: bool) -> Measured:
 def _(c: SparseRows, with_total: bool) -> Measured:
     if not c.partition.batch:
         return None, 0.0
-    if c.shape[0] <= c.ids.numel():  # W is smaller than what the samples looked up
+    if c.shape[0] <= c.ids.numel():  # W has fewer rows than the samples looked up
         total, square, *_ = c.sums()
         assert square is not None
         return total, square.sum(dtype=widest(square).dtype)

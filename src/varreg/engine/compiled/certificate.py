@@ -2,8 +2,8 @@
 of these shapes.
 
 A certificate is valid for all inputs of the same shapes. It says that the tracer followed the batch
-through every call by the form of the call alone (a plan), never by values; and that each parameter
-met the batch where the graph has an operation of ours, and nowhere else.
+through every call by the form of the call alone (a plan), never by values; and that parameters met
+the batch only where the graph has an operation of ours.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from varreg.engine.compiled.sites import Found, RuleSite, SpreadSite
+from varreg.engine.compiled.sites import ForwardInGraph, RuleSite, SpreadSite
 from varreg.engine.contribution import Contribution, Dense
 from varreg.engine.marks import mark_of
 from varreg.engine.mechanisms.by_rule import RuleNode, contributions_of
@@ -104,7 +104,7 @@ class Witness(Tracer):
 class Examiner:
     """Examines each call of an eager run, and makes the certificate at the end."""
 
-    def __init__(self, observer: Observer, witness: Witness, found: Found):
+    def __init__(self, observer: Observer, witness: Witness, found: ForwardInGraph):
         self.observer, self.witness, self.found = observer, witness, found
         self._sites = {site.node: site for site in found.sites}
         self._uses: dict[Any, RuleUse | SpreadUse] = {}
@@ -182,5 +182,5 @@ def _spread_use(site: SpreadSite, at: Any, made: Any, p: Tensor) -> SpreadUse | 
 
 
 def _is_made_by(node: Any, function: type) -> bool:
-    """Return whether a node of the autograd graph is one of this class of ours."""
+    """Return whether a node of the autograd graph belongs to `function`, one of our classes."""
     return getattr(type(node), "_forward_cls", None) is function

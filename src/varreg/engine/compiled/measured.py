@@ -41,7 +41,7 @@ class Pass:
         ]
 
     def token(self) -> Tensor:
-        """Return a tensor that identifies this pass in the graph, and keeps it alive."""
+        """Return a tensor that identifies this pass in the graph, and keeps the pass alive."""
         number = next(_numbers)
         token = torch.tensor(number)
         token.__dict__[_PASS] = self

@@ -107,7 +107,7 @@ def _warn_of_slots(trace: Trace, call: Call, t: Tensor, there: Place, rank: int)
     tensor that was expanded or repeated has the same row for all.
     """
     path = trace.observer.forward.path()
-    if isinstance(there, Layout) and trace.verdicts.due(("slots", path, call.function, t.shape)):
+    if isinstance(there, Layout) and trace.verdicts.is_due(("slots", path, call.function, t.shape)):
         dim = there.dim - (rank - t.dim())
         if there.batch == there.size and not torch.equal(t, t.roll(1, dim)):
             trace.observer.notices.slots(path, trace.names([t]), there.batch)

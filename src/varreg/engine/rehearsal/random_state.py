@@ -35,7 +35,7 @@ class RandomState:
         if id(source) not in self.kept:
             self.kept[id(source)] = source, _read(source)
 
-    def changed(self) -> bool:
+    def has_changed(self) -> bool:
         """Return whether any generator has drawn a number."""
         return any(not _are_equal(state, _read(source)) for source, state in self.kept.values())
 

@@ -2,8 +2,8 @@
 
 The native kernels do not give the gradients of the gates. The backward pass runs the recurrence
 once more, step by step, with a zero tensor added to each gate's input: the gradient of that zero is
-δ, and a weight's contributions are Σ_t δ_t ⊗ a_t. They are measured beside autograd's own gradient,
-so that outputs and gradients stay those of the native kernels.
+δ, and a weight's contributions are Σ_t δ_t ⊗ a_t. The rules only measure: outputs and gradients are
+still computed by torch's native kernels.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def run_stack(
     bidirectional: bool,
 ) -> tuple[Tensor, ...]:
     """Run stacked recurrent layers with one native call for each layer, so that the dropout between
-    them is an operation of its own, and return their results. `run_layer` is called with a layer's
+    them is a separate operation. Return their results. The arguments of `run_layer` are a layer's
     input, its states and its weights.
     """
     directions, per = 2 if bidirectional else 1, len(params) // num_layers

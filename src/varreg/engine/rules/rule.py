@@ -96,7 +96,7 @@ class Rule(NamedTuple):
     """
     takes_over: bool
     """True: the sum of the contributions is the gradient. False: autograd computes the gradient,
-    and the rule measures beside it.
+    and the rule only measures.
     """
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:

@@ -105,7 +105,7 @@ def _without_batch(trace: Trace, call: Call, gone: Gone, out: Tensor, which: int
         if not trace.verdicts.of_sum(call, which):
             return lost
         key = ("weighted", call.function, trace.observer.forward.path())
-        if trace.verdicts.due(key) and trace.verdicts.of_weights(call, which):
+        if trace.verdicts.is_due(key) and trace.verdicts.of_weights(call, which):
             trace.observer.notices.weighted(trace.observer.forward.path(), call.name)
     return Summed(trace.batch)
 

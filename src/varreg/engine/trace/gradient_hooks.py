@@ -74,7 +74,7 @@ class Watch:
     def __init__(self, trace: Trace, grads: Sequence[Any], path: str):
         self.grads = [g for g in grads if isinstance(g, Tensor)]
         self.versions = [g._version for g in self.grads]
-        is_new = trace.verdicts.due(("writes of a hook", path))
+        is_new = trace.verdicts.is_due(("writes of a hook", path))
         self.values = [g.detach().clone() for g in self.grads] if is_new else []
 
     def is_written(self) -> bool:
@@ -184,7 +184,7 @@ class _ModuleHook:
         result = self.hook(module, *grads)
         if result is None and not watch.is_written():
             return result
-        if not self.trace.verdicts.due(("module hook", id(self.hook))):
+        if not self.trace.verdicts.is_due(("module hook", id(self.hook))):
             return result
         if self._try(path, module, grads) is not Verdict.APART:
             raise MeasurementError(

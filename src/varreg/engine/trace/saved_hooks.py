@@ -26,7 +26,7 @@ def try_saved_hooks(trace: Trace, call: Call) -> None:
     if found is None or (_is_of_torch(pack) and _is_of_torch(unpack)):
         return
     path = trace.observer.forward.path()
-    if not trace.verdicts.due(("saved hooks", path)):
+    if not trace.verdicts.is_due(("saved hooks", path)):
         return
     (t, at) = found
     with undisturbed():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from varreg import _torch
 from varreg.engine.marks import Derived, mark
-from varreg.engine.mechanisms.node import Ran, Recipient
+from varreg.engine.mechanisms.node import BackwardRuns, Recipient
 from varreg.engine.mechanisms.pull_back import graph_of
 from varreg.engine.refusals import refuse_gradient
 from varreg.engine.trace.arguments import results
@@ -64,7 +64,7 @@ class Trace:
         """
         self.fresh: set[int] = set()
         """Tensors that were marked after memory was rewritten, by id."""
-        self.backwards = Ran.backwards
+        self.backwards = BackwardRuns.backwards
         """The number of backward runs of varreg's nodes before this forward began."""
         self.has_slots = False
         """True: a tensor made of parameters has one row for each position in the batch."""

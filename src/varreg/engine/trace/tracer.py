@@ -3,10 +3,10 @@
 `Tracer.run_new` sorts calls by kind. `decide.py` then decides where the results of a call carry the
 batch: it knows the function, tries it, or refuses the result.
 
-There are three kinds of tensors: those that carry the batch (`layout.py` says where), those made of
-parameters alone (a reparametrized weight, a position embedding before it is added), and constants.
-A call that takes one of the first and one of the second kind is a *use*. Per-sample gradients
-arise at uses, and nowhere else. A mechanism measures each use (`mechanisms/`).
+There are three kinds of tensors: tensors that carry the batch (`layout.py` says where), tensors
+made of parameters alone (a reparametrized weight, a position embedding before it is added), and
+constants. A call that takes one of the first and one of the second kind is a *use*. Per-sample
+gradients arise at uses, and nowhere else. A mechanism measures each use (`mechanisms/`).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Tracer(TorchFunctionMode):
     def begin(self, batch: int) -> Trace:
         """Return the state of a new forward of `batch` samples. `__enter__` begins the trace."""
         split = self.observer.grouping.key
-        if split != self._split:  # plans hold how batches are split
+        if split != self._split:  # plans depend on how batches are split
             self.plans.clear()
             self._split = split
         self.trace = Trace(self.observer, self.verdicts, batch)

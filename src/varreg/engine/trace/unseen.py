@@ -17,7 +17,7 @@ from torch import Tensor
 
 from varreg.engine.frames import is_called_by
 from varreg.engine.marks import DERIVED, Derived, mark, mark_of
-from varreg.engine.mechanisms.node import Ran, places_of
+from varreg.engine.mechanisms.node import BackwardRuns, places_of
 from varreg.engine.rehearsal.pauses import gradients_aside
 from varreg.engine.trace.gradient_hooks import check_arriving, watch_module_hooks
 from varreg.engine.trace.layout import Layout, Lost, Place, Where, only_sample
@@ -46,7 +46,7 @@ def place(trace: Trace, t: Tensor, candidates: list[Place]) -> Where | Derived:
     trace.unseen += 1  # a part of the key: a model meets such tensors in the same order
     key = ("unseen", trace.unseen, t.grad_fn.name(), t.shape, t.dtype, tuple(candidates))
     where: Where | Derived | None = trace.verdicts.places.get(key)
-    if trace.verdicts.due(key) or where is None or not torch.is_grad_enabled():
+    if trace.verdicts.is_due(key) or where is None or not torch.is_grad_enabled():
         with undisturbed(), gradients_aside(trace.observer.model):
             where = place_unseen(t, trace.batch, candidates, trace.name_unseen)
         if isinstance(where, Place):
@@ -75,7 +75,7 @@ def check_input(trace: Trace, t: Tensor, where: Where) -> Where:
         return where
     if not isinstance(where, Place):
         return where
-    if trace.verdicts.due(("input", t.grad_fn.name(), t.shape)):
+    if trace.verdicts.is_due(("input", t.grad_fn.name(), t.shape)):
         with undisturbed(), gradients_aside(trace.observer.model):
             if are_mixed(t, where, trace.name_unseen):
                 why = "an earlier forward mixed the samples of an input, or their order"
@@ -88,8 +88,8 @@ def place_unseen(
 ) -> Place | Lost | Derived:
     """Return where a tensor of unknown origin carries the batch, or that it is made of parameters.
 
-    `name_of` returns the name of an observed parameter. A parameter that was used on the way has no
-    moments, and a warning will say so.
+    `name_of` returns the name of an observed parameter. A parameter that the unseen operation used
+    has no moments, and a warning will say so.
     """
     edges, parameters = _origins(t, name_of)
     if not edges:
@@ -116,7 +116,7 @@ def hand_out(trace: Trace, t: Tensor) -> Any:
         return node
     if is_called_by(_FOR_SEVERAL):  # it only asks whether the node will run
         return node
-    if trace.verdicts.due(("grad_fn", trace.observer.forward.path(), node.name(), t.shape)):
+    if trace.verdicts.is_due(("grad_fn", trace.observer.forward.path(), node.name(), t.shape)):
         check_arriving(
             trace,
             t,
@@ -154,11 +154,11 @@ def _send(t: Tensor, grad: Tensor, edges: list[Edge], deep: bool) -> list[Tensor
     if deep:  # ends behind our nodes, so that these run
         ends += [torch.autograd.graph.GradientEdge(node, 0) for node in _accumulators(t)]
     received: dict[int, Sequence[Tensor | None]] = {}
-    Ran.received = received
+    BackwardRuns.received = received
     try:
         arrived = torch.autograd.grad([t], ends, [grad], retain_graph=True, allow_unused=True)
     finally:
-        Ran.received = None
+        BackwardRuns.received = None
     given = [received.get(id(node), ()) for node, _, _ in edges] if deep else []
     inside = [g[n] if n < len(g) else None for g, (_, n, _) in zip(given, edges, strict=False)]
     return [*arrived[: len(edges)], *inside]
