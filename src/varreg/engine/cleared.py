@@ -38,8 +38,8 @@ def largest(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def look_on_devices(parameters: Iterable[tuple[Tensor, Ledger]]) -> dict[int, bool]:
-    """Return, by the id of the parameter, whether each gradient is zero that is on a device and was
-    written to since the last window. There is one wait for all of them.
+    """Look at gradients on devices that were written to since the last window. Return whether each
+    is zero, by the id of its parameter. There is one wait for all of them.
 
     Gradients without a known write are assumed not to be cleared. A later check confirms that.
     """
@@ -83,8 +83,8 @@ def judge_by_others(ledgers: Sequence[Ledger], waiting: Iterable[Ledger]) -> Non
 
 
 def refuse_unclear(name: str, count: int, cleared: str, not_cleared: str) -> None:
-    """Refuse a parameter's first gradient after samples that did not reach it, where it is not
-    known whether they belong to the same accumulation.
+    """Refuse the first gradient of a parameter after samples that did not reach it: it is not known
+    whether these belong to the same accumulation.
     """
     raise MeasurementError(
         f"varreg: '{name}' has its first gradient after {count} samples that did "

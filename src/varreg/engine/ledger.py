@@ -109,7 +109,7 @@ class Ledger:
         self.is_total_shared = False  # True: S does share it
         self.pending: list[Contribution] = []  # contributions that wait for others of the window
         self.arrived = 0  # number of uses that arrived in this window
-        self.arriving: set[int] = set()  # numbers of their forwards; a checkpoint's has no number
+        self.arriving: set[int] = set()  # numbers of their forwards, without those of checkpoints
 
         self.in_window = False  # True: a use arrived in the running backward
         self.is_checked = False  # True: this backward knows whether p.grad was cleared before it

@@ -198,7 +198,7 @@ def refuse_transform(model: nn.Module) -> None:
     elif _torch.forward_ad._current_level >= 0:
         what = "forward-mode differentiation (torch.autograd.forward_ad, torch.func.jvp)"
     raise VarregError(
-        f"varreg: {what} runs {place('', model)}, which is observed: it would record the "
+        f"varreg: {what} runs {place('', model)}, which is observed, and would record the "
         "engine in place of the model. Call remove() on the observer first, or use "
         "copy.deepcopy(model), which is not observed."
     )

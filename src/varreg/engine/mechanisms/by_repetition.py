@@ -154,7 +154,7 @@ class _Repetition:
 
 
 class _Slot(int):
-    """A tensor's place in the arguments of a repeated call."""
+    """The position of a tensor among the arguments of a repeated call."""
 
 
 def _fill_slots(value: Any, tensors: Sequence[Tensor | None]) -> Any:

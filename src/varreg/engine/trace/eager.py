@@ -16,8 +16,8 @@ from varreg._torch import (
 from varreg.errors import VarregError
 
 EXPORTED = (
-    "varreg: torch.export runs the model itself, which is observed: it would record the engine in "
-    "place of the model. Call remove() on the observer first, or use copy.deepcopy(model), which "
+    "varreg: torch.export runs an observed model, and would record the engine in place of the "
+    "model. Call remove() on the observer first, or use copy.deepcopy(model), which "
     "is not observed."
 )
 P = ParamSpec("P")
