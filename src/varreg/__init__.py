@@ -1,7 +1,8 @@
 """Gradient variance for PyTorch: measure how much the samples of a mini-batch disagree, and let it
 set the step.
 
-Names are imported when one is first asked for: torch takes seconds, and `varreg --help` needs none.
+Public names are imported when the first of them is used: importing torch takes seconds, and `varreg
+--help` does not need it.
 """
 
 import importlib

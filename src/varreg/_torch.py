@@ -56,7 +56,7 @@ has_storage: Callable[[Tensor], bool] = torch._C._has_storage
 
 # The number of active modes of the dispatcher. If it is 0, `is_faking` need not be called.
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-# The modes themselves: one of the user's may change what torch functions return.
+# The modes themselves: a mode of the user may change the results of torch functions.
 from torch.utils._python_dispatch import (  # noqa: E402
     _get_current_dispatch_mode_stack as dispatch_mode_stack,
 )
@@ -267,7 +267,7 @@ ATTRIBUTES = {
 }
 """Private attributes that are read or set where they are needed, and why."""
 
-# torch's own names that are handed on as they are
+# names of torch that are passed on unchanged
 __all__ = [
     "BackwardHook",
     "OpOverload",

@@ -1,12 +1,12 @@
-"""Which kernels serve a tensor: those in C on the CPU, those in Triton on GPUs, or none.
+"""Choose the kernels for a tensor by its device: C on the CPU, Triton on GPUs, or none.
 
-A kernel computes in one pass over memory what its twin in PyTorch computes in several: the twin is
-its definition. All backends have the same functions. A function returns None (or False) to leave
-the work to the twin. On a device without a backend, all functions do. Which steps use a kernel is
-decided in optim/step.py (choose_native).
+The *definition* of a kernel is the same computation in plain PyTorch, in several passes over
+memory; a kernel needs one pass. (The definition is also called the kernel's *twin*, since both must
+give the same numbers.) All backends have the same functions. A function returns None (or False) to
+leave the work to the definition. The backend of a device without kernels always does.
+`choose_native` in optim/step.py decides which steps use a kernel.
 
-Sums may come as S, W, and a second copy of S: `p.grad` takes the copy, and PyTorch need not copy
-the first.
+Sums may be S, W, and a second copy of S: the copy becomes `p.grad`, so that PyTorch copies nothing.
 
     BACKENDS[t.device.type].outer(delta, a, groups)
 """
@@ -28,7 +28,7 @@ from varreg.native.contract import Task
 from varreg.native.layer_sums import Sums
 
 Pair = tuple[Tensor, Tensor] | Tensor
-"""Two tensors, or one that has both, one after the other."""
+"""Two tensors, or one tensor that has both along its first dimension."""
 
 
 class Backend(Protocol):
@@ -101,7 +101,7 @@ class Backend(Protocol):
 
 
 class _Twins:
-    """No kernels: every function leaves its work to PyTorch."""
+    """No kernels: every function leaves its work to the definition in PyTorch."""
 
     KNOWS_SINGLE_ROWS = False
 

@@ -27,8 +27,8 @@ def calibrated(
 
     λ is divided by its recent mean (an EMA over about ten steps), and multiplied by t/(Σλ + 1),
     which corrects for means above or below 1 in earlier steps. The three sums are updated in place.
-    The result is clipped to the bounds. `known` is 1 where an element has a gradient; where it is
-    0, λ is neither counted nor scaled.
+    The result is clipped to the bounds. `known` is 1 for elements with a gradient; where it is 0, λ
+    is neither counted nor scaled.
 
     >>> import torch
     >>> sums = [torch.zeros(()) for _ in range(3)]

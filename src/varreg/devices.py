@@ -1,4 +1,4 @@
-"""Differences between devices: float64, generators of random numbers, and waiting for values.
+"""Differences between devices: float64, random number generators, and waiting for values.
 
 Values on the CPU (`t.is_cpu`) can be read at once. To read a value on any other device, the caller
 waits until the device has finished all earlier work.
@@ -139,5 +139,5 @@ def refuse_fake_mode(what: str) -> None:
     if _torch.is_faking():
         raise VarregError(
             f"varreg: {what} ran inside of FakeTensorMode, in which tensors have no values, and "
-            "nothing can be measured. Leave the mode for it, or call remove() on the observer."
+            "nothing can be measured. Leave the mode first, or call remove() on the observer."
         )

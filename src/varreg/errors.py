@@ -1,4 +1,4 @@
-"""The errors that varreg raises: what was expected, what came, what to do."""
+"""The errors that varreg raises. A message says what was expected, what came, and what to do."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""S and W by PyTorch, in few launches: the backend of devices that have no kernels of ours.
+"""S and W by PyTorch, in few launches: the backend of devices for which varreg has no kernels.
 
-It implements those functions of the interface of `native` that save launches; a result of `None`
-leaves the work to PyTorch. W comes as √W, and `square_pending_roots` turns √W into W at the end of
-the backward. So one reduction reads the per-sample gradients, in place of a square and a sum.
+It has those functions of the interface `Backend` (backends.py) that save launches. A function
+returns None to leave the work to the definition in PyTorch. W is computed as √W, and
+`square_pending_roots` turns √W into W at the end of the backward. So one reduction reads the
+per-sample gradients, in place of a square and a sum.
 
 Letters: b samples, u groups of n samples, r rows of one sample, o and i features.
 """
@@ -90,7 +91,7 @@ def outer(delta: Tensor, a: Tensor, groups: int, bias: bool = False) -> Sums | N
     if not groups or b % groups:
         return None
     elements = groups * o * (i + bias)
-    # where per-sample gradients are few, a bias among them costs less than a launch of its own
+    # if per-sample gradients are few, adding a bias to them costs less than a separate launch
     if r == 1 and groups == b and (elements > DEVICE_CACHED or not bias):
         return _single_rows(delta[:, 0], a[:, 0], bias)
     if elements > DEVICE_CHUNK:
@@ -202,8 +203,8 @@ def lookup(
 ) -> tuple[Tensor | None, ...] | None:
     """Return S and W of a lookup of rows `ids [b, r]` that receive `dy [b, r, features]`.
 
-    If a group looks up a row k times, its sum for that row appears k times in `c`: each square
-    counts for 1/k.
+    If a group looks up a row k times, the sum for that row appears k times in `c`. So each square
+    counts with the factor 1/k.
     """
     b, r = ids.shape
     skipped = -1 if skip is None else skip

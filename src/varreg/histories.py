@@ -21,8 +21,8 @@ from varreg.options import History
 from varreg.thresholds import LARGEST_HISTORY
 
 Memory = Callable[[str, Sequence[int], Tensor], Tensor]
-"""Returns an uninitialized tensor for a result: a function of the name of its use, a shape, and a
-tensor of the same type.
+"""A function that returns an uninitialized tensor for a result. Its arguments: a name for the
+result, a shape, and a tensor of the same type.
 """
 
 

@@ -17,7 +17,7 @@ _ALL: weakref.WeakSet[Workspace] = weakref.WeakSet()
 
 
 class Workspace(threading.local):
-    """Memory for passing work of one kind, in each thread and for each type of number.
+    """Memory for temporary results of one kind, in each thread and for each type of number.
 
     A tensor from a workspace is valid until the next `take` from the same workspace. So all users
     of one workspace are in one file, and they return none of its tensors to other code.
@@ -62,5 +62,7 @@ _NAMED: defaultdict[str, Workspace] = defaultdict(Workspace)
 
 
 def scratch(name: str, shape: Sequence[int], like: Tensor) -> Tensor:
-    """Return a tensor in the workspace of a name, valid until the next call for the same one."""
+    """Return a tensor in the workspace of this name. It is valid until the next call with the same
+    name.
+    """
     return _NAMED[name].take(shape, like)

@@ -37,12 +37,12 @@ class Options(TypedDict, total=False):
     scale_free: bool
     """True: ρ = σ²/δ̄² (S2.3). False: the variance σ² itself in place of ρ."""
     per: Per
-    """One λ for each `"element"`, each `"tensor"`, or the `"model"`: there ρ = Σσ²/Σδ̄² over all of
-    it.
+    """One λ for each `"element"`, for each `"tensor"`, or for the `"model"`; the last two have ρ =
+    Σσ²/Σδ̄² over all elements.
     """
     lambda_min: float | None
     """Lower bound of λ (section 3). The affine form, which has no bounds of its own, is kept in [0,
-    1+s] unless told otherwise.
+    1+s] unless bounds are given.
     """
     lambda_max: float | None
     """Upper bound of λ."""

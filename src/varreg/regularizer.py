@@ -5,12 +5,12 @@ form,
 
     λ = form(ρ/ρ̄)        ρ̄: the history of ρ, up to and including now
 
-so that λ = 1 where ρ is as in the history, λ > 1 where the increment is less uncertain, and λ < 1
+so that λ = 1 where ρ equals its history, λ > 1 where the increment is less uncertain, and λ < 1
 where it is more uncertain. Everything works element by element on tensors of any shape, also on
 scalars (one λ for a tensor or a model).
 
-Where ρ/ρ̄ is undefined (0/0: no gradient at all; or no history), λ is 1. No history records a ρ
-that is not finite. The histories are in histories.py.
+Where ρ/ρ̄ is undefined (0/0, without any gradient; or without a history), λ is 1. No history
+records a ρ that is not finite. The histories are in histories.py.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ __all__ = [
 
 
 def s_of(lambda0: float) -> float:
-    """Return s = (1 + λ₀/2)/(e − λ₀/2), for −2 ≤ λ₀ < 2e ≈ 5.44 (S2.1). At 2e, s has a pole. Beyond
-    the pole s is negative, and there is no form.
+    """Return s = (1 + λ₀/2)/(e − λ₀/2), for −2 ≤ λ₀ < 2e ≈ 5.44 (S2.1). At 2e, s has a pole; beyond
+    it, s is negative, and no form exists.
 
     >>> round(s_of(1.0), 4), round(s_of(5.0), 4)  # the paper's range; it rounds to (0.5, 20)
     (0.6762, 16.0343)
@@ -164,7 +164,7 @@ def ratio(
     """Record ρ of an increment over m samples in its history. Return ρ, and the history's mean ρ̄.
 
     Where `present` is 0, ρ is undefined: no sample had a gradient, and only weight decay or
-    momentum moves the parameter. So it is where `present` is too small to be precise.
+    momentum moves the parameter. ρ is also undefined where `present` is too small to be precise.
     """
     rho = variance
     if options["scale_free"]:

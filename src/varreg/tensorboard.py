@@ -27,7 +27,7 @@ def log(
     layers: bool = False,
 ) -> None:
     """Write ρ, signal-to-noise ratio and noise scale of the model; and, given a regularized
-    optimizer, λ. With `layers`, also those of every layer, and λ of every parameter.
+    optimizer, λ. With `layers`, also write the statistics of every layer, and λ of every parameter.
 
     Call it after `optimizer.step()`, before gradients are cleared. Tags are `rho`, `snr`,
     `noise_scale`, `trace`, `signal`, `lambda/mean`, `lambda/effective`, `lambda/q10`, `q50` and

@@ -1,8 +1,8 @@
 """Thresholds and tolerances, each with the measurement or the reason behind its value.
 
 There are three kinds: bounds on memory, which ordinary training must not reach; margins of safety,
-which say how much rounding or chance they allow for; and thresholds of speed. "Not measured" marks
-a threshold of speed that was not compared with other values yet.
+with the rounding or chance that they allow for; and thresholds of speed. "Not measured" marks a
+threshold of speed that was not compared with other values yet.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-# ---- what is remembered --------------------------------------------------------------------------
+# ---- caches --------------------------------------------------------------------------------------
 
 MOST_PLANS = 1 << 12
 """The largest number of plans; above it, all are dropped. A model whose shapes change all the time
@@ -35,13 +35,14 @@ noticed. The tests have no such function.
 """
 
 SMALL_BATCH = 4
-"""Samples up to which every size is tried, however many others have passed: `torch.cross` without a
-dimension takes the first one of size 3, and so mixes three samples, and no others."""
+"""Batches of up to this number of samples are tried for every size, however many sizes have passed:
+`torch.cross` without a dimension takes the first one of size 3, and so mixes three samples, and no
+others."""
 
 EARLY = 4
-"""A function whose behaviour may change from forward to forward is tried in each of its first so
-many calls, then in the 8th, 16th, 32nd … call. Random graphs had branches that only the second or
-third forward took.
+"""A function whose behaviour may change from forward to forward is tried in each of its first
+calls, up to this number, then in the 8th, 16th, 32nd … call. Random graphs had branches that only
+the second or third forward took.
 """
 
 GEOMETRIES = 1 << 10
@@ -67,7 +68,7 @@ REGULARIZERS = 1 << 8
 set; a scheduler of s makes a new set at each step. A bound on memory.
 """
 
-# ---- what sums are made in -----------------------------------------------------------------------
+# ---- memory for sums -----------------------------------------------------------------------------
 
 WORKSPACE = 1 << 23
 """Elements that a workspace keeps from call to call: 32 MiB in float32. The system provides new
@@ -109,8 +110,8 @@ elements, starting the threads takes longer than the work. Not measured.
 """
 
 TOGETHER = 1 << 16
-"""Elements of parameters that a whole step compares with what was measured before it moves them:
-they are read twice, the second time from the cache."""
+"""The number of elements whose gradients a whole step compares with the measured ones before it
+moves them: they are read twice, the second time from the cache."""
 
 WORTH_THREADS_PRODUCTS = 1 << 18
 """From this number of products on, a kernel of a layer uses threads, for the same reason."""
@@ -175,9 +176,9 @@ roundings are independent, and S² and m·W have a few more.
 """
 
 BRACKET = 32.0, 1e-9
-"""The variance of a quotient is unknown if its bracket is at most the first number of units of
-rounding; and at least the second number, where states are in float64 but were computed in lower
-precision. Margins of safety.
+"""The variance of a quotient is unknown if its bracket is at most the first number, in units of
+rounding. The bound is at least the second number, since states in float64 may have been computed in
+lower precision. Margins of safety.
 """
 
 PARALLEL = 10.0
@@ -187,8 +188,9 @@ three products, in float64, add little.
 """
 
 SAME_LENGTH = 1e-5
-"""Two squares of a gradient's length are the same to this: with another number of threads, they are
-summed up in another order. A margin of safety over the rounding of sums in float32."""
+"""Two squared lengths of a gradient count as equal within this relative tolerance: another number
+of threads sums them up in another order. A margin of safety over the rounding of sums in float32.
+"""
 
 COARSE = 1e-4
 """If the unit of rounding is above this (half precision), sums of several uses are not checked: how
@@ -206,10 +208,10 @@ of safety over a bound on the error of sums.
 """
 
 PEEK = 256
-"""The number of first elements of a gradient that are searched for one that is not 0. Usually there
-is one. Searching so few takes as long as one call of torch. On one thread of a busy Xeon (CPU time,
-interleaved) it took 1/13 of the time of a search of all of 2¹⁶ elements, and 1/166 for 2²⁰; for 2¹²
-the second call costs a third more.
+"""The number of elements at the beginning of a gradient that are searched for one that is not 0.
+Usually one is found. Searching so few takes as long as one call of torch. On one thread of a busy
+Xeon (CPU time, interleaved) it took 1/13 of the time of a search of all of 2¹⁶ elements, and 1/166
+for 2²⁰; for 2¹² the second call costs a third more.
 """
 
 # ---- λ -------------------------------------------------------------------------------------------
@@ -240,12 +242,12 @@ decides whether a warning is given. Of all options of our optimizers, only `lamb
 
 SAME = 64.0
 """Two results of a trial count as equal if they differ by at most this many units of rounding,
-relative to each value. A matrix product with other rows beside may add in another order, which
-changes it by some 10 units. Not measured further.
+relative to each value. A matrix product with other rows in the same matrix may add in another
+order, which changes it by some 10 units. Not measured further.
 """
 
 ROUNDING_OF_RANDOM = 1e4
-"""The factor on that for random samples in another order. A solution of random equations may be
+"""The factor on `SAME` for random samples in another order. A solution of random equations may be
 ill-conditioned, and rounds differently at another place in memory.
 """
 
@@ -271,7 +273,9 @@ safety between rounding and a nonlinear function, which is off by a share of its
 """
 
 AFFINE_SIZES = (0.01, 0.3, 1.0, 10.0, 1e3)
-"""Sizes of values for that trial, twice each: a clip or a threshold shows at one of them."""
+"""Sizes of values in the trial for `AFFINE`, twice each: a clip or a threshold shows at one of
+them.
+"""
 
 LARGE_VALUES = 1e4
 """Values and gradients of this size are tried, too: a function or its backward may clip large
@@ -304,8 +308,8 @@ time, and later. Each costs a forward: a bound on the time of the first steps.
 """
 
 RECORDS = 16
-"""Numbers that leave torch are tried when they are larger or smaller than all before, the first so
-many times. Among n independent numbers, that happens 2 ln n times: 23 times in 100,000 steps.
+"""Numbers that leave torch are tried when they are larger or smaller than all earlier ones: the
+first so many times. Among n independent numbers, 2 ln n are such numbers: 23 in 100,000 steps.
 """
 
 MOST_OBJECTS = 2000
@@ -317,7 +321,9 @@ MOST_COPIES = 16
 """The largest batch of which copies of each sample are tried: each costs a forward."""
 
 SPLITS = 2, 1
-"""Pairs of splits of the batch in such a trial: the first time, and later. Each costs a forward."""
+"""Pairs of splits of the batch in a trial of a whole forward: the first time, and later. Each costs
+a forward.
+"""
 
 CHANGE = 0.1
 """The change of parameters, relative to their spread, in trials that must see behind gates that are
@@ -347,8 +353,8 @@ that are zero up to rounding (a bias before a softmax) have no scale of their ow
 """
 
 NOISE = 10.0
-"""A gap counts as rounding if it is at most this many times torch's own gaps without varreg: those
-between single samples and float64, or between the batch and single samples.
+"""A gap counts as rounding if it is at most this many times as large as torch's own gaps without
+varreg: between single samples and float64, or between the batch and single samples.
 """
 
 MOST_WEIGHED = 1 << 27
@@ -389,9 +395,10 @@ DEVICE_CACHED = 1 << 20
 with one row per sample needs none, at the price of one more launch for its bias. Not measured."""
 
 DEVICE_SMALL, DEVICE_JOINED, DEVICE_LARGE = 1 << 22, 1 << 24, 1 << 26
-"""Elements of a parameter up to which its step is joined with those of others on an accelerator, of
-all that are joined, and from which it is sliced. Joined, a step of any number of parameters takes
-some 40 launches; it needs about ten times as many numbers more. Not measured."""
+"""On an accelerator: the largest size of a parameter whose step is joined with the steps of others,
+the largest size of all joined parameters, and the size from which on a parameter is sliced; in
+elements. A joined step of any number of parameters takes some 40 launches, and memory for about ten
+more numbers per element. Not measured."""
 
 # ---- noise ---------------------------------------------------------------------------------------
 
@@ -400,11 +407,14 @@ WINDOW = 200
 scale had a relative standard deviation of |Ĝ|² of 3: 200 of them leave 20 %."""
 
 LOSS_ROUNDING = 1e4, 0.05, 1e2
-"""Two losses of the same samples, summed up in another order, differ by this many units of rounding
-relative to their size, or by the second number at most; or by so many units in all."""
+"""Two losses of the same samples, summed up in another order, count as equal if their relative
+difference is at most the first number of units of rounding, and at most the second number. The
+third number, in units of rounding, is added to the bound."""
 
 SAME_PARAMETERS = 1e-9
-"""The sum of all squared parameters, in float64, differs by so much where none has changed."""
+"""If no parameter has changed, the sum of all squared parameters, in float64, differs by at most
+this.
+"""
 
 CHECKPOINT_SECONDS = 60.0
 """Seconds between two checkpoints of `fisher`: a killed process loses at most these. Chosen for
@@ -426,7 +436,7 @@ SMOOTHING = 0.9
 times the batch; not measured further.
 """
 
-# ---- what is shown of training -------------------------------------------------------------------
+# ---- the monitor, and summaries of λ -------------------------------------------------------------
 
 LAMBDA_SAMPLE = 1 << 16
 """Elements of which λ's quantiles are taken for the whole model. With this number, the 10 %
@@ -437,17 +447,19 @@ MONITOR_SHARE = 0.01
 """The part of the time that a monitor may take."""
 
 PAGE_SHARE = 0.003
-"""The part of the time that writing its page may take, of that."""
+"""The part of the time that a monitor may take to write its page."""
 
 PAGE_SECONDS = 3.0
-"""Seconds between two states of a monitor's page, at least. It is read again as often."""
+"""The least number of seconds between two versions of a monitor's page. A browser reads it again as
+often.
+"""
 
 PAGE_STALE = 1800.0
-"""Seconds without news after which a page takes a run for dead, and is not read again."""
+"""Seconds without news after which a page treats a run as dead, and is not read again."""
 
 PAGE_LINES, PAGE_BYTES = 1000, 1 << 20
-"""Records on a page, and their size, at most: of more, every second one is left out. A figure is
-about 600 pixels wide."""
+"""The largest number of records on a page, and their largest size in bytes. If there are more,
+every second one is left out. A figure is about 600 pixels wide."""
 
 NUMBER_DIGITS = 7
 """Digits of a recorded number: as many as float32 has."""
@@ -456,7 +468,7 @@ NUMBER_DIGITS = 7
 
 
 class Tile(NamedTuple):
-    """What one program works on, of a dense layer or a convolution."""
+    """The part of a dense layer or of a convolution that one program computes."""
 
     o: int
     """Output features."""
@@ -478,9 +490,9 @@ layers with one row spill on sm_90; with 2, convolutions do in "tf32".
 """
 
 TRITON_CHAIN = 16
-"""Groups that are added up one by one; then their sums are. Of random values that were added
-up 100 times in a row, 3 % drifted by more than the rounding that a variance of 0 may have: samples
-that agree would differ. In chains of 16, none did, up to 300."""
+"""Groups that are added up one by one; the sums of such chains are added up afterwards. Of random
+values that were added up 100 times in a row, 3 % drifted by more than the rounding that a variance
+of 0 may have: samples that agree would differ. In chains of 16, none did, up to 300."""
 
 TRITON_PROGRAMS = 256
 """If a kernel has fewer programs than this, the samples are divided among more programs. An A100

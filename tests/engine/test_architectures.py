@@ -15,7 +15,7 @@ import varreg
 from tests.support.judge import Case, judge
 from tests.support.model_table import Fn
 from varreg.engine.trace.call import Call
-from varreg.engine.trace.follow import follow
+from varreg.engine.trace.decide import follow
 from varreg.engine.trace.layout import Layout, Place
 from varreg.engine.trace.trial import verdicts
 

@@ -555,7 +555,7 @@ def test_a_choice_that_is_first_made_between_two_trials_is_refused(name):
         x[0, 0] += 8 if step == 5 else 0
         if step < 5:
             model(x).square().sum().backward()
-    with pytest.raises(varreg.VarregError, match="takes values of the batch out of sight"):
+    with pytest.raises(varreg.VarregError, match="takes values of the batch out of torch"):
         model(x)
 
 

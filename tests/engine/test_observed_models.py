@@ -197,7 +197,7 @@ def test_a_submodule_called_on_its_own():
     g = truth(model, x, w)
     varreg.observe(model)
     with pytest.warns(
-        UserWarning, match=r"'0' \(Linear\) was called outside .* first input, 6, was taken"
+        UserWarning, match=r"'0' \(Linear\) was called outside .* first input, 6, for the number"
     ):
         losses(model[2](torch.tanh(model[0](x))), w).mean().backward()
     assert_moments(model, g)

@@ -1,11 +1,10 @@
-"""What happens when gradients are cleared: find gradients that are None or zero, and restart their
-sums.
+"""Find gradients that were cleared, and restart their sums.
 
-Before a backward writes to any gradient, `Window.restart_cleared` asks every ledger whether its
-gradient was cleared since the last one (`Ledger.restart_if_cleared`, by its `GradientWatch`). A
-gradient is cleared if it is None now, or zero and written to. On the CPU each gradient is checked
-by itself; on a device, all of them are checked at once. A parameter that has no gradient yet gives
-no evidence: then the gradients of the other parameters decide.
+Before a backward writes to any gradient, `Window.restart_cleared` calls `restart_if_cleared` of
+every ledger, whose `GradientWatch` finds out whether the gradient was cleared since the last
+backward. A gradient is cleared if it is None now, or zero and written to. On the CPU each gradient
+is checked by itself; on a device, all of them are checked at once. A parameter that has no gradient
+yet gives no evidence: then the gradients of the other parameters decide.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ def largest(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def look_on_devices(parameters: Iterable[tuple[Tensor, Ledger]]) -> dict[int, bool]:
-    """Return whether each gradient on a device that was written to since the last window is zero,
-    by the id of its parameter. There is one wait for all of them.
+    """Look at gradients on devices that were written to since the last window. Return whether each
+    is zero, by the id of its parameter. There is one wait for all of them.
 
     Gradients without a known write are assumed not to be cleared. A later check confirms that.
     """
@@ -84,8 +83,8 @@ def judge_by_others(ledgers: Sequence[Ledger], waiting: Iterable[Ledger]) -> Non
 
 
 def refuse_unclear(name: str, count: int, cleared: str, not_cleared: str) -> None:
-    """Refuse a parameter's first gradient after samples that did not reach it, where it is not
-    known whether they belong to the same accumulation.
+    """Refuse the first gradient of a parameter after samples that did not reach it: it is not known
+    whether these belong to the same accumulation.
     """
     raise MeasurementError(
         f"varreg: '{name}' has its first gradient after {count} samples that did "
@@ -108,7 +107,7 @@ def _by_type(rows: list[Any], at: int) -> list[list[Any]]:
 
 def _refuse_cleared(names: Sequence[str]) -> None:
     raise MeasurementError(
-        "varreg: gradients were cleared, between two backward passes, in a way that leaves no "
-        f"trace (p.grad.data.zero_(), say): of {', '.join(names[:3])}, or of others. On a device "
-        "that is seen too late. Clear them with optimizer.zero_grad()."
+        f"varreg: gradients of {', '.join(names[:3])}, or of others, were cleared between two "
+        "backward passes in a way that varreg notices too late on a device (for example, "
+        "p.grad.data.zero_()). Clear them with optimizer.zero_grad()."
     )

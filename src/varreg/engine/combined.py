@@ -23,7 +23,7 @@ class Scattered(Contribution):
         return self.looked_up.source()
 
     def scatter(self, t: Tensor | None) -> Tensor | None:
-        """Return a sum over what was looked up as one over the table."""
+        """Return a sum over the looked-up rows as a sum over the whole table."""
         if t is None:
             return None
         return t.new_zeros(self.shape).index_copy_(0, self.ids, t.reshape(-1, *self.shape[1:]))

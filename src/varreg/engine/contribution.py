@@ -43,8 +43,8 @@ GRADIENTS = Workspace()
 """Memory for the contributions of a few groups."""
 
 Sums = tuple[Tensor | None, ...]
-"""S and W; None for an empty batch. Some kernels write S twice: then a copy of S follows, in memory
-of its own, for `p.grad` to take.
+"""S and W; None for an empty batch. Some kernels write S twice. Then a third tensor follows: a copy
+of S in memory of its own, which becomes `p.grad`.
 """
 
 
@@ -60,12 +60,13 @@ def length(c: Tensor) -> Tensor:
 
 
 class Contribution:
-    """Per-sample contributions to one tensor's gradient, of the given shape. Subclasses say how to
-    get them.
+    """Per-sample contributions to the gradient of one tensor of the given shape. Subclasses compute
+    them.
 
-    They are worked on in chunks of groups. A chunk has about `chunk` elements, which stay in the
-    cache. It grows to `at_once` groups, for the sake of parallel matrix products, if a workspace
-    holds these. On a device, chunks are large, since each is several kernels to launch.
+    The sums are computed in chunks of groups. A chunk has about `chunk` elements, so that it stays
+    in the cache. If a workspace can hold `at_once` groups, a chunk has at least that many, so that
+    matrix products run in parallel. On a device, chunks are large, since each chunk needs several
+    kernel launches.
     """
 
     chunk, at_once = CHUNK, CHUNK_GROUPS
@@ -75,15 +76,15 @@ class Contribution:
         self.shape = shape
 
     def source(self) -> Tensor | None:
-        """Return a tensor on the device where contributions are made; None for the CPU."""
+        """Return a tensor on the device that computes the contributions; None for the CPU."""
         return None
 
     def groups(self, first: int, last: int, start: int, n: int) -> Tensor:
-        """Return C_u for the groups `first:last` of `n` samples each, the first sample being
-        `start`: `[last − first, *shape]`.
+        """Return C_u of the groups `first:last`, as `[last − first, *shape]`. Each group has `n`
+        samples; the first group begins with sample `start`.
 
-        The caller may overwrite it. It may be in the workspace `GRADIENTS`: then the next call, of
-        this or another contribution, overwrites it.
+        The caller may overwrite the result. The next call, of this or of another contribution, may
+        overwrite it, too, since it may be in the workspace `GRADIENTS`.
         """
         raise NotImplementedError
 
@@ -104,7 +105,7 @@ class Contribution:
                 yield n, self.groups(u, stop, start + (u - first) * n, n)
 
     def sums(self) -> Sums:
-        """Return (S, W), in memory of their own; nothing for an empty batch."""
+        """Return (S, W), in memory of their own; (None, None) for an empty batch."""
         total = square = None
         for n, c in self.chunks():
             c = c.to(stat_dtype(c.dtype))
@@ -116,7 +117,7 @@ class Contribution:
             else:
                 if total is None or square is None:
                     total, square = c.new_zeros(self.shape), c.new_zeros(self.shape)
-                # each group is read once, in the order in which it lies in memory
+                # this reads each group once, in the order of memory
                 for one in c:
                     total.add_(one)
                     square.addcmul_(one, one, value=1 / n)
@@ -126,7 +127,7 @@ class Contribution:
         """Return (S, W) in float64, for contributions whose squares leave the range of float32."""
         total = square = None
         for n, c in self.chunks():
-            c = c.double()  # before squaring: squares are what leaves the range
+            c = c.double()  # before squaring: only the squares leave the range
             s, w = c.sum(0), c.square_().sum(0).div_(n)
             total, square = (
                 (s, w) if total is None or square is None else (total.add_(s), square.add_(w))
@@ -134,8 +135,8 @@ class Contribution:
         return total, square
 
     def size(self) -> Tensor | float:
-        """Return Σ_u |C_u|, or a bound above it: the scale of rounding errors, whatever is
-        cancelled.
+        """Return Σ_u |C_u|, or an upper bound of it. Rounding errors are relative to this size,
+        also where contributions cancel.
         """
         return sum((length(c) for _, c in self.chunks()), 0.0)
 
@@ -176,16 +177,16 @@ class Dense(Contribution):
 
 
 class Weight(Contribution):
-    """Contributions to a weight that meets the same δ as its bias: where one pass over δ gives the
-    sums of both, they come together.
+    """Contributions to a weight. Its bias gets contributions from the same δ, so one pass over δ
+    may compute the sums of both.
     """
 
     with_bias = False
-    """True: there is a bias, and `sums` computes its sums, too."""
+    """True: there is a bias, and `sums` also computes S and W of the bias."""
     bias_sums: Sequence[Tensor] | None = None
-    """S and W of the bias, after `sums` has computed them beside those of the weight."""
+    """S and W of the bias, if `sums` has computed them in the same pass."""
     bias_spread: float | None = None
-    """The sum of the bias's W, where it came with that of the weight's."""
+    """ΣW of the bias, once it was computed in the same pass as ΣW of the weight; None otherwise."""
 
     def sums(self) -> Sums:
         both = self.sums_in_one_pass()
@@ -196,14 +197,15 @@ class Weight(Contribution):
         return total, square, *(() if both.again is None else (both.again.view(self.shape),))
 
     def sums_in_one_pass(self, kernels: Any = None) -> LayerSums | None:
-        """Return S and W, and those of the bias if it is wanted, without the per-sample gradients;
-        None where PyTorch is needed. Other kernels than the backend's may be given.
+        """Return S and W, and those of the bias if there is one, without per-sample gradients in
+        memory; None if no kernel can do so, and PyTorch must. `kernels` replaces the kernels of the
+        backend.
         """
         raise NotImplementedError
 
 
 class Outer(Weight):
-    """c_b = Σ_r δ_br ⊗ a_br: what a matrix product gives, with δ `[b, r, o]` and a `[b, r, i]`."""
+    """Matrix products: c_b = Σ_r δ_br ⊗ a_br, with δ `[b, r, o]` and a `[b, r, i]`."""
 
     chunk, at_once = OUTER_CHUNK, OUTER_GROUPS
 
@@ -237,7 +239,7 @@ class Outer(Weight):
             return super().sums()
         # one row per sample: (δ ⊗ a)² = δ² ⊗ a², and no per-sample gradient exists
         delta, a = self.delta[:, 0], self.a[:, 0]
-        if self.with_bias:  # its contributions are the rows of δ
+        if self.with_bias:  # contributions to the bias are the rows of δ
             self.bias_sums = kernels.sums(delta, groups)
         dtype = stat_dtype(delta.dtype)
         if delta.dtype != dtype or a.dtype != dtype:
@@ -258,8 +260,8 @@ class Outer(Weight):
         ).precise_sums()
 
     def size(self) -> Tensor | float:
-        """Return Σ_b |δ_b||a_b|, which is Σ_br |δ_br||a_br| at least: rows of one sample may
-        cancel.
+        """Return Σ_b |δ_b||a_b|. It is at least Σ_br |δ_br||a_br|, so it also bounds rows of one
+        sample that cancel.
         """
         delta, a = (t.flatten(1).norm(dim=1) for t in (self.delta, self.a))
         size: Tensor = (delta * a).sum()
@@ -271,10 +273,11 @@ class Outer(Weight):
 
 
 class Bias(Contribution):
-    """c_b = Σ_r δ_br: what a bias gets, from the δ that its weight's contributions are made of.
+    """Contributions to a bias, c_b = Σ_r δ_br, from the δ that its weight uses, too.
 
-    Where the weight's sums were made in one pass over δ, those of the bias came with them. Else, or
-    if they are not known yet, `make` has its contributions: the same, to rounding.
+    If the sums of the weight were computed first, in one pass over δ, that pass also computed the
+    sums of the bias. Otherwise `make` returns the contributions of the bias by themselves: the same
+    numbers, to rounding.
     """
 
     def __init__(self, weight: Weight, make: Callable[[], Contribution]):

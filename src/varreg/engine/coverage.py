@@ -12,8 +12,8 @@ from varreg.engine.refusals import BATCH_NORM
 if TYPE_CHECKING:
     from varreg.engine.observer import Observer
 
-# The function through which each layer's parameters meet the batch, for the table before the first
-# step. Afterwards, ledgers know.
+# The function in which the parameters of each layer meet the batch, for the table before the first
+# step. After it, the ledgers have the names of the rules.
 _FUNCTIONS: dict[type[nn.Module], str] = {
     nn.Linear: "linear",
     nn.Bilinear: "bilinear",
@@ -72,7 +72,9 @@ def rows(observer: Observer) -> list[Row]:
 
 
 def _rule_before(owner: type[nn.Module]) -> str:
-    """Return the rule that a module's parameters will have, before it was seen to run."""
+    """Return the rule that will probably measure a module's parameters, before its first
+    forward.
+    """
     if owner in by_module.MODULE_RULES:
         return f"{owner.__name__} (registered)"
     return next(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from varreg import _torch
 from varreg.engine.marks import mark_of
-from varreg.engine.mechanisms.node import Ran
+from varreg.engine.mechanisms.node import BackwardRuns
 from varreg.engine.trace.arguments import tensors_of
 from varreg.engine.trace.layout import Place, Ragged, Summed, Where
 from varreg.engine.trace.trace import UNKNOWNS
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 SCRIPTED = "a scripted function"
-_MAY_BE_NOTHING = (*UNKNOWNS, SCRIPTED)
-"""Functions that are noted although nothing shows that their values depend on the batch."""
+_UNCERTAIN = (*UNKNOWNS, SCRIPTED)
+"""Names of escapes for which nothing shows that values of the batch left torch."""
 
 
 def try_escapes(
@@ -44,18 +44,19 @@ def try_escapes(
         return
     if _torch.current_graph_task() != -1:
         return  # a checkpoint runs the forward again
-    ran_backward = trace.backwards != Ran.backwards  # inside of this forward: it must not run again
-    if ran_backward and all(name in _MAY_BE_NOTHING for name, *_ in trace.escapes):
+    # a forward with a backward inside of it must not run again
+    ran_backward = trace.backwards != BackwardRuns.backwards
+    if ran_backward and all(name in _UNCERTAIN for name, *_ in trace.escapes):
         return
     left = [
         key
         for key, numbers in trace.escapes.items()
-        if verdicts.is_record(key, numbers) | verdicts.due(("escape", *key))
+        if verdicts.is_record(key, numbers) | verdicts.is_due(("escape", *key))
     ]
     if not left:
         return
     function, path, _ = left[0]
-    is_hint = function == SCRIPTED  # whether the model calls one is not known
+    is_hint = function == SCRIPTED  # it is not known whether the model calls one
     if not is_hint and any(ledger.is_sharded for _, ledger in observer.parameters):
         observer.notices.untried_escape(path, function)
         return
@@ -66,32 +67,32 @@ def try_escapes(
         return  # no tensor that could depend on the value gets a gradient
     if is_hint and any(isinstance(where, Ragged) for _, where in wanted):
         return  # samples are in another order: another check refuses that, with a better reason
-    said, why = Verdict.UNDECIDED, "no input of it carries the batch"
+    verdict, why = Verdict.UNDECIDED, "no input of it carries the batch"
     if ran_backward:
         why = "a backward runs inside of the forward, and must not run again"
     elif given:
         early = any(verdicts.is_early(("escape", *key)) for key in left)
         by_number = trace.has_slots or any(trace.batch in b.shape for b in observer.model.buffers())
         with undisturbed():
-            said, why = try_forward(
+            verdict, why = try_forward(
                 observer.model, module, args, kwargs, given, wanted, early, not by_number
             )
-    if said is Verdict.APART or (is_hint and said is Verdict.UNDECIDED):
+    if verdict is Verdict.APART or (is_hint and verdict is Verdict.UNDECIDED):
         return
     for key in left:
         verdicts.forget(("escape", *key))
-    if said is Verdict.MIXED:
+    if verdict is Verdict.MIXED:
         result = (
             "with other samples beside it, a sample's output changes: a sample has no gradient of "
             "its own"
         )
     else:
         result = (
-            "whether it comes back and makes samples depend on each other could not be tried "
+            "varreg could not try whether they come back and make samples depend on each other "
             f"({why})"
         )
     raise VarregError(
-        f"varreg: in {path}, {function} takes values of the batch out of sight, and {result}. "
+        f"varreg: in {path}, {function} takes values of the batch out of torch, and {result}. "
         "Compute it for each sample, or before forward() and pass it as an input; or observe(..., "
         "batch_norm='contribution') to measure each sample's contribution to the gradient instead."
     )
@@ -111,9 +112,9 @@ def try_alone(
     trace, verdicts = observer.tracer.trace, observer.tracer.verdicts
     if trace.batch <= 1 or trace.lets_samples_meet:
         return
-    if not verdicts.due("alone") or not verdicts.is_early("alone"):
+    if not verdicts.is_due("alone") or not verdicts.is_early("alone"):
         return
-    if _torch.current_graph_task() != -1 or trace.backwards != Ran.backwards:
+    if _torch.current_graph_task() != -1 or trace.backwards != BackwardRuns.backwards:
         return  # a checkpoint runs the forward again, or a backward ran inside of it
     if trace.has_slots or any(ledger.is_sharded for _, ledger in observer.parameters):
         return

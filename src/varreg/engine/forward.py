@@ -96,7 +96,7 @@ def make_traceable_call(module: nn.Module) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
 
-    call.__code__ = call.__code__.replace()  # torch stores compiled code with each
+    call.__code__ = call.__code__.replace()  # torch stores compiled code by code object
     vars(call)[TRACEABLE] = True
     return call
 

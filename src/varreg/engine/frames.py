@@ -1,4 +1,4 @@
-"""The interpreter's stack: whether a call has ended, and the backward hooks of a module's call."""
+"""Read the interpreter's stack: has a call ended, and which backward hooks has a module's call?"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from varreg._torch import APPLY_MODULE_HOOKS, MODULE_CALL, BackwardHook
 
 
 def is_on_stack(frame: Any) -> bool:
-    """Return whether a call has not ended."""
+    """Return whether a call is still running."""
     here: Any = sys._getframe(1)
     while here is not None:
         if here is frame:
@@ -40,9 +40,9 @@ def hooks_of_call() -> BackwardHook | None:
 
 
 def hooks_being_applied() -> tuple[BackwardHook | None, dict[str, Any]]:
-    """Return the backward hooks of the module that torch is adding to the graph, and the local
-    variables of the torch call that adds them; `side` names the method that it was called from.
-    None if torch adds no hooks now.
+    """Return the backward hooks of a module that torch is adding to the graph, and the local
+    variables of the torch call that adds them, with the name of its caller as `side`; None and an
+    empty dict if torch is adding no hooks.
     """
     here: Any = sys._getframe(1)
     while here is not None and here.f_code is not MODULE_CALL:

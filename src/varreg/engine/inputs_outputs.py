@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Inputs(NamedTuple):
-    """The batch in the inputs, as it is found before the forward runs."""
+    """The batch in the inputs of a forward, before it runs."""
 
     batch: int
     """The number of samples; 0 if no input carries the batch."""
@@ -48,8 +48,8 @@ def place_inputs(
     dim: int,
     ledger: Callable[[Tensor], Any],
 ) -> Inputs:
-    """Return where the inputs carry the batch: in dimension `dim`, if their size there is that of
-    the first input. Parameters, which have a ledger, do not carry the batch.
+    """Return where the inputs carry the batch: in dimension `dim`, if they have the same size there
+    as the first input. Parameters, which have a ledger, do not carry the batch.
     """
     batch, packed = _place_packed(args, kwargs)
     # sizes of inputs that could carry the batch: they are not parameters, and have the dimension
@@ -103,8 +103,8 @@ def refuse_inputs(inputs: Sequence[Tensor], path: Callable[[], str]) -> None:
         if t.is_meta or hasattr(t, "fake_mode") or faking:
             raise VarregError(
                 f"varreg: an input of {path()} is a tensor without values (meta, or fake), and "
-                "samples are told apart by their values. Call remove() on the observer for such a "
-                "run, or pass a real batch."
+                "varreg tells samples apart by their values. Call remove() on the observer for "
+                "such a run, or pass a real batch."
             )
 
 
@@ -133,7 +133,7 @@ class Outputs:
         forward that failed has no output.
         """
         outputs, trace = tensors_of(output), self.observer.tracer.trace
-        is_due = self.observer.tracer.verdicts.due("outputs")  # look closely now and then
+        is_due = self.observer.tracer.verdicts.is_due("outputs")  # look closely now and then
         self._looks += is_due
         is_deep = is_due and self._looks & (self._looks - 1) == 0
         hidden = hidden_tensors(output, outputs) if is_deep else []
@@ -201,7 +201,8 @@ class Outputs:
         for t in left:
             if mark_of(t) is DERIVED:
                 # A hook leaves the weight that it makes of parameters where forward() uses it
-                # (torch.nn.utils.weight_norm). What a loss adds to it is found by comparison.
+                # (torch.nn.utils.weight_norm). A comparison of p.grad with the sums finds what a
+                # loss adds to it.
                 for _, ledger in self.observer.tracer.trace.leaves(t):
                     ledger.is_used_unseen = ledger.is_check_due = True
         return [t for t in left if mark_of(t) is not DERIVED]
@@ -236,27 +237,28 @@ def _fault(
     size = t.shape[dim] if t.dim() > dim else None
     if isinstance(where, Lost):
         return (
-            f"has lost the batch: {where.why}. Which sample its gradient belongs to is not known."
+            f"has lost the batch: {where.why}. varreg does not know which sample its gradient "
+            "belongs to."
         )
     if isinstance(where, Summed):
         if t.numel() <= 1:
             return None
         return (
-            "is a sum over the batch: what a loss makes of it may mix samples. Return it with the "
+            "is a sum over the batch: a loss that uses it may mix samples. Return it with the "
             "batch, or finish the loss inside of forward()."
         )
     if batch == 1:
         if is_certain or size in (1, None):
             return None
         return (
-            f"has size {size} in dimension {dim}, but the first input has 1 there, which was taken "
-            "for the batch, and others differ. Pass the input that carries the batch first."
+            f"has size {size} in dimension {dim}. The first input has size 1 there, which varreg "
+            "took for the batch, and others differ. Pass the input that carries the batch first."
         )
     is_single = isinstance(where, Single)
     if isinstance(where, Single) and not has_all:
         return (
             f"belongs to sample {where.sample} alone, and not every sample has an output: a loss "
-            "would take it for that of the whole batch."
+            "would treat it as the output of the whole batch."
         )
     if size == batch and where != Layout(batch, dim) and not is_single:
         return (
@@ -268,8 +270,8 @@ def _fault(
     if dim and t.dim() and t.shape[0] == batch and where not in whole and not is_single:
         return (
             "has as many rows in dimension 0 as there are samples, but samples are inside of "
-            "another dimension: a loss would take the rows for them. Return samples in dimension "
-            f"{dim}."
+            "another dimension: a loss would take the rows for samples. Return samples in "
+            f"dimension {dim}."
         )
     if isinstance(where, Ragged) and (where.repeats or not where.is_in_order):
         return (
@@ -278,8 +280,8 @@ def _fault(
         )
     if isinstance(where, Layout) and where.dim != dim and not is_certain:
         return (
-            f"has the batch of {batch} in dimension {where.dim}; inputs differ in the size of "
-            f"dimension {dim}, and the first one's was taken for the batch. Pass the input that "
-            "carries the batch first."
+            f"has the batch of {batch} in dimension {where.dim}. The inputs differ in the size of "
+            f"dimension {dim}, and varreg took that of the first one for the batch. Pass the input "
+            "that carries the batch first."
         )
     return None

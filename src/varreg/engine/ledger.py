@@ -70,11 +70,11 @@ class GradientWatch:
         """Return whether the gradient was cleared since it was noted: set to None, or overwritten
         with zeros. `total` is the sum that was measured for the noted gradient.
 
-        Zeros count as cleared if the gradient was not zero before, or if it was written to. Before
-        a step, clipping writes: zeros that stay zeros then look cleared, and the sums restart. With
-        `search`, zeros count also without a known write (`p.grad.data`, NumPy). On a device,
-        `Window.restart_cleared` searches later, and raises. `zero`, if known, says whether the
-        gradient is zero.
+        Zeros count as cleared if the gradient was not zero before, or if it was written to. If
+        clipping writes zeros over zeros before a step, the gradient looks cleared, and the sums
+        restart. With `search`, zeros also count without a known write (`p.grad.data`, NumPy). On a
+        device, `Window.restart_cleared` searches later, and raises. `zero`, if known, says whether
+        the gradient is zero.
         """
         if grad is None:
             return self.trace is not None
@@ -93,7 +93,7 @@ class Ledger:
     # counts of all processes that are still unread on the device, each with its W
     unread: Sequence[tuple[Tensor, Tensor]] = ()
     recorder: Any = None  # records the norms of samples, if norms=True
-    sums_alone = False  # True: sums over elements are kept, and S as `whole`, if at all
+    sums_alone = False  # True: only sums over elements are kept; `whole` is S, if needed
     whole: Tensor | None = None
 
     def __init__(self, name: str, reduction: str):
@@ -109,7 +109,7 @@ class Ledger:
         self.is_total_shared = False  # True: S does share it
         self.pending: list[Contribution] = []  # contributions that wait for others of the window
         self.arrived = 0  # number of uses that arrived in this window
-        self.arriving: set[int] = set()  # numbers of their forwards; a checkpoint's has no number
+        self.arriving: set[int] = set()  # numbers of their forwards, without those of checkpoints
 
         self.in_window = False  # True: a use arrived in the running backward
         self.is_checked = False  # True: this backward knows whether p.grad was cleared before it
@@ -136,13 +136,13 @@ class Ledger:
         self.square_was_read = False  # True: a reader may hold W, so add to a copy
         self.norms: list[Any] = []  # norms of samples, written by the recorder
         self.forwards: set[int] = set()  # numbers of the forwards whose samples are counted
-        self.used: set[int] = set()  # those of these forwards that have contributed
+        self.used: set[int] = set()  # those among these forwards that contributed
         # Σ|C_u| of all contributions before they cancel; computed where a check is due
         self.added_size: Tensor | float = 0.0
         # rounding error of p.grad where autograd computes it beside the sums; else 0
         self.precision = 0.0
-        # names of two parameters, if the start of the count is uncertain: the gradient of the
-        # first was cleared since then, that of the second was not
+        # names of two parameters, if the start of the count is uncertain: the gradient of the first
+        # was cleared since then, and that of the second was not
         self.unclear: tuple[str, str] | None = None
 
     def release(self, p: Tensor) -> None:
@@ -155,8 +155,9 @@ class Ledger:
         it has counted samples, and the parameter had no gradient yet. `zero`, if known, says
         whether the gradient is zero.
 
-        Each backward calls this once, before it writes to any gradient. Later is too late where
-        gradients are views of one buffer, as in DDP: a write to one counts as a write to all.
+        Each backward calls this once, before it writes to any gradient. A later call would be too
+        late if gradients are views of one buffer, as in DDP: a write to one counts as a write to
+        all.
         """
         grad = p.grad
         if not (self.is_checked or self.in_window):
@@ -194,8 +195,8 @@ class Ledger:
         return total if total is None or total.dtype == dtype else total.to(dtype)
 
     def _add_sums(self, contribution: Contribution) -> Tensor | None:
-        """Add S and W of a window's contributions, and count its samples. Return S, or its second
-        copy, if there is one: p.grad can own that copy, since the ledger does not.
+        """Add S and W of a window's contributions, and count its samples. Return S; or its second
+        copy, if there is one, which p.grad can own.
         """
         sums = contribution.precise_sums() if self.is_float64 else contribution.sums()
         total, square, *copies = sums
@@ -249,7 +250,7 @@ class Ledger:
 
     def count_without_use(self, p: Tensor, partition: Partition, forwards: set[int]) -> None:
         """Count the samples of a window without a use of the parameter: they contribute 0. They
-        count before its first use, too, which may come in a later micro-batch.
+        also count before the first use of the parameter, which may be in a later micro-batch.
         """
         is_counted = bool(forwards) and forwards <= self.forwards
         if not is_counted and (p.requires_grad or p.grad is not None):

@@ -59,8 +59,8 @@ class Running(threading.local):
 RUNNING = Running()
 
 # A payload has only plain numbers, strings and tensors, so that a marked tensor can be saved, and
-# loaded without varreg. Its length is its kind. Of length 1 are `Single`, `Summed` (see `mark_of`),
-# and `CONSTANT`, which is recognised by identity.
+# loaded without varreg. Its length tells its kind. `Single` and `Summed` (see `mark_of`) have
+# length 1, and so has `CONSTANT`, which is recognised by identity.
 _DERIVED, _SINGLE, _LOST, _RAGGED, _LAYOUT, _UNSEEN = 0, 1, 2, 3, 4, 5
 
 
@@ -81,7 +81,7 @@ def marks_of_forward(number: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_marks(marks: Iterable[tuple[Tensor, Where | Derived]]) -> Iterator[None]:
-    """Mark tensors for a while, and leave their marks as they were."""
+    """Mark tensors inside of the `with` block, and restore their earlier marks afterwards."""
     before = []
     for t, where in marks:
         before.append((t, t.__dict__.get(MARK)))
@@ -142,7 +142,8 @@ def mark(t: Tensor, where: Where | Derived) -> None:
 
 def _payload(t: Tensor, where: Where | Derived) -> tuple[Any, ...]:
     if isinstance(where, Layout):
-        # a view made without gradients may require one, and still has no node
+        # a view that was made while gradients were off may require a gradient, and still has no
+        # node
         if t.is_floating_point() and not torch.is_grad_enabled() and t.grad_fn is None:
             # one more entry, for `is_unseen`: it had no gradient when it was marked
             return (*where, True)
@@ -162,7 +163,7 @@ CONSTANT = (None,)  # the payload of a tensor that the tracer saw made of consta
 
 
 def mark_constant(t: Tensor) -> None:
-    """Mark a tensor that the tracer saw made of constants alone."""
+    """Mark a tensor that is made of constants alone, as the tracer saw."""
     t.__dict__[MARK] = (RUNNING.number, CONSTANT)
 
 

@@ -36,7 +36,7 @@ class Moments:
     groups: int
     """K: groups whose spread was measured; the same as `count` in the exact case."""
     total: Tensor
-    """S: the sum of all contributions, which is what `backward()` added to `p.grad`."""
+    """S: the sum of all contributions, which `backward()` added to `p.grad`."""
     square: Tensor
     """W: the sum of the squared contributions of the groups, each over its number of samples."""
     reduction: str = "mean"
@@ -92,7 +92,7 @@ class Moments:
             self.total, self.square, self.count, factor, rounding, out
         ):
             return out
-        # m·W and S² nearly cancel where samples agree: what is left may be rounding
+        # m·W and S² nearly cancel where samples agree: the difference may be rounding
         if out.is_cpu or is_sharded(out):
             size = self.square * (self.count * factor)
             torch.addcmul(size, self.total, self.total, value=-factor, out=out)
@@ -112,10 +112,10 @@ class Moments:
 
     @property
     def rho(self) -> Tensor:
-        """Return ρ = v²/ḡ², the scale-free variance (S2.3). 0/0 is nan and v²/0 is inf: the
-        regularizer knows what to do with both.
+        """Return ρ = v²/ḡ², the scale-free variance (S2.3). 0/0 is nan and v²/0 is inf; the
+        regularizer handles both.
 
-        Where squares are too small for their precision, it is not known: nan.
+        Where squares are too small for their precision, ρ is nan, since it is not known.
         """
         return (self.variance / self.mean.square()).masked_fill_(
             self.square < torch.finfo(self.square.dtype).tiny, torch.nan

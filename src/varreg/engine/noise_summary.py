@@ -56,8 +56,8 @@ class Row:
 
     @property
     def noise_scale(self) -> float:
-        """Return tr Σ/|Ĝ|²: the batch size at which noise and signal are equal, as far as one batch
-        says. Infinite if the estimate of the signal is not positive.
+        """Return tr Σ/|Ĝ|²: the batch size at which noise and signal are equal, estimated from one
+        batch. Infinite if the estimate of the signal is not positive.
         """
         if math.isnan(self.trace):
             return math.nan
@@ -116,7 +116,7 @@ class Summary:
 
 
 def layer_of(name: str) -> str:
-    """Return the module that owns a parameter, by name; the parameter itself if the model does."""
+    """Return the name of the module that owns a parameter; its own name if the model owns it."""
     return name.rpartition(".")[0] or name
 
 
@@ -132,8 +132,8 @@ def row(name: str, parts: Sequence[Moments | Totals]) -> Row:
 
 
 def summarize(named: list[tuple[str, Moments | Totals | None]], by_layer: bool = True) -> Summary:
-    """Return the statistics of parameters, grouped by the module that owns them; or of all of them
-    alone.
+    """Return the statistics of each module's own parameters, and of the whole model; without
+    `by_layer`, of the whole model alone.
     """
     if not by_layer:
         known = [m for _, m in named if m is not None]

@@ -41,7 +41,7 @@ class Norms:
     """
 
     values: Tensor
-    """n_i of all samples since gradients were cleared, in the order in which they came."""
+    """n_i of all samples since gradients were cleared, in the order of the batches."""
     batches: Tensor
     """The number of each sample's batch, from 0; with gradient accumulation there are several
     batches.

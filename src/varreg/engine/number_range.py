@@ -32,7 +32,7 @@ def leaves_range(total: Tensor, square: Tensor) -> bool:
 
 
 def sums_in_range(
-    ledger: Ledger, contribution: Contribution, total: Tensor, square: Tensor, again: Sequence[Any]
+    ledger: Ledger, contribution: Contribution, total: Tensor, square: Tensor, copies: Sequence[Any]
 ) -> Any:
     """Return S and W of contributions; in float64 if squares leave the range of float32. Note the
     type in the ledger, for the next contributions.
@@ -45,7 +45,7 @@ def sums_in_range(
     elif leaves_range(total, square):
         ledger.is_float64 = True
         return contribution.precise_sums()
-    return total, square, *again
+    return total, square, *copies
 
 
 def choose_precision(ledger: Ledger, m: Moments, SS: float, W: float) -> None:
@@ -61,8 +61,8 @@ def choose_precision(ledger: Ledger, m: Moments, SS: float, W: float) -> None:
 
 
 def with_unknown_squares(m: Moments) -> Moments:
-    """Return moments whose squares left the range of float32 in float64, with nan for the squares
-    that were lost.
+    """Return, in float64, moments whose squares left the range of float32; nan where squares are
+    not known.
     """
     known = (m.square >= torch.finfo(m.square.dtype).tiny) & m.square.isfinite() | (
         m.total == 0

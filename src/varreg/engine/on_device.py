@@ -1,8 +1,8 @@
 """Copies for many parameters of a device, in one launch.
 
 At first, S shares the memory of `p.grad`. At the end of the backward each ledger gets its own copy
-of S. All copies lie in one block, one after the other, and W after them: a step can then use the
-block as one tensor.
+of S. One block of memory holds all copies, and W after them, so that a step can use the block as
+one tensor.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def _copy(sums: Sequence[tuple[Ledger, str]]) -> None:
 
 
 def copy_sums(reached: Sequence[tuple[Tensor, Ledger]]) -> set[int]:
-    """Copy S into memory of the ledgers, at the end of a backward, and W beside S where a step
-    will join them. Return the ids of the parameters whose gradient is S itself: they need no check.
+    """Copy S into memory of the ledgers at the end of a backward; copy W next to S if a step will
+    join them. Return the ids of the parameters whose gradient is S itself: they need no check.
     """
     same_memory, totals, squares = set(), [], []
     for p, ledger in reached:

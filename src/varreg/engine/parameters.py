@@ -24,7 +24,7 @@ from varreg.errors import VarregError
 from varreg.parallel.shards import is_sharded, like
 
 Pairs = Callable[[nn.Module], list[tuple[Tensor, Tensor]]]
-"""Returns each gathered parameter of a model, and the sharded one that it stands for."""
+"""Returns the gathered parameters of a model, each with the sharded one that it stands for."""
 
 
 class Parameters:
@@ -34,7 +34,7 @@ class Parameters:
         self.model, self.reduction = model, reduction
         self.known: dict[int, tuple[Tensor, Ledger]] = {}  # by id
         self.module_names: dict[nn.Module, str] = {}
-        self.ledger_type = ledger_type  # several processes have another one
+        self.ledger_type = ledger_type  # several processes use another type
         self.recorder: Any = None  # records the norms of samples, if norms=True
         self._pairs: Pairs | None = None
         # gathered parameters by id, each with the sharded one that it stands for
@@ -67,8 +67,8 @@ class Parameters:
         return iter(self.known.values())
 
     def ledger(self, t: Tensor) -> Ledger | None:
-        """Return the ledger of an observed parameter, also of one that came after `observe`; None
-        for any other tensor.
+        """Return the ledger of an observed parameter, also if the model got it after `observe`;
+        None for any other tensor.
         """
         if not t.requires_grad:
             return None
@@ -83,13 +83,13 @@ class Parameters:
         return None
 
     def ledger_of(self, p: Tensor) -> Ledger | None:
-        """Return the ledger of a parameter as the optimizer has it."""
+        """Return the ledger of a parameter that the optimizer has."""
         entry = self.known.get(id(p))
         return entry[1] if entry is not None and entry[0] is p else None
 
     def shard_of(self, t: Tensor) -> Tensor:
-        """Return the parameter that the optimizer has, for one that was gathered from its shards
-        for a forward; any other tensor itself.
+        """Return the sharded parameter, which the optimizer has, for a parameter that was gathered
+        for a forward. Return any other tensor itself.
         """
         entry = self.gathered.get(id(t))
         return entry[1] if entry is not None and entry[0] is t else t
@@ -100,8 +100,8 @@ class Parameters:
         self.learn()
 
     def is_buffer(self, t: Tensor) -> bool:
-        """Return whether a tensor is a buffer or parameter of the model, and was there before the
-        batch came.
+        """Return whether a tensor is a buffer or parameter of the model, which existed before the
+        batch.
         """
         return id(t) in self._lasting
 
@@ -119,7 +119,7 @@ class Parameters:
 
 
 class Ledgers:
-    """Ledgers by parameter, for as long as the parameter lives. Optimizers ask for every parameter
+    """Ledgers by parameter, for as long as the parameter lives. Optimizers look up every parameter
     at every step.
     """
 
@@ -128,7 +128,7 @@ class Ledgers:
 
     def __setitem__(self, p: Tensor, ledger: Ledger) -> None:
         key, kept = id(p), self._kept
-        # when the parameter is gone, its entry goes before another tensor can have that id
+        # when the parameter is gone, its entry is removed before another tensor can get its id
         kept[key] = weakref.ref(p, lambda _: kept.pop(key, None)), ledger
 
     def get(self, p: Tensor) -> Ledger | None:
@@ -237,11 +237,11 @@ def warn_unmeasured(parameters: list[tuple[Tensor, Ledger]]) -> None:
         ledger.was_warned = True
     which = ", ".join(f"'{ledger.name}'" for ledger in new)
     warnings.warn(
-        f"varreg: {which}: there is a gradient and there are no moments. It came from where the "
-        "engine cannot look: the loss, a scripted function, a torch.autograd.Function, torch.func, "
-        "a method other than forward(), or a function under re-entrant checkpointing. Use the "
-        "parameter in a forward() of the model, or register a rule for its module with "
-        "varreg.register_rule.",
+        f"varreg: {which}: there is a gradient and there are no moments. The gradient came from "
+        "code that the engine does not see: the loss, a scripted function, a "
+        "torch.autograd.Function, torch.func, a method other than forward(), or a function under "
+        "re-entrant checkpointing. Use the parameter in a forward() of the model, or register a "
+        "rule for its module with varreg.register_rule.",
         UserWarning,
         stacklevel=3,
     )

@@ -26,7 +26,7 @@ TRACEABLE = "_varreg_traceable_call"
 
 
 def is_traceable_call(function: Any) -> bool:
-    """Return whether a function is the one that calls an observed model."""
+    """Return whether a function is the traceable call of an observed model."""
     return TRACEABLE in getattr(function, "__dict__", ())
 
 
@@ -115,7 +115,7 @@ def check_model(
             raise VarregError(
                 f"varreg: {where} is already observed, with other options or as part of another "
                 "model. Call remove() on its observer first; observe() of the same model with the "
-                "same options gives it back."
+                "same options returns it."
             )
         if isinstance(m, nn.Embedding | nn.EmbeddingBag) and (m.sparse or m.scale_grad_by_freq):
             which = "sparse" if m.sparse else "scale_grad_by_freq"
@@ -161,7 +161,7 @@ def refuse_batch_norm(observer: Observer, args: Any, kwargs: dict[str, Any]) -> 
 
 
 def refuse_gradient(message: str) -> Callable[[Tensor | None], None]:
-    """Return a tensor hook that raises when a gradient arrives that is not zero."""
+    """Return a tensor hook that raises if a gradient that is not zero arrives."""
 
     def complain() -> None:
         raise MeasurementError(message)
@@ -181,14 +181,14 @@ def derived_output_message(shape: tuple[int, ...], names: str) -> str:
     return (
         f"varreg: an output of the observed model, of shape {shape}, was made of parameters alone "
         f"({names}), or of inputs that varreg could not find (tensors in sequences, mappings and "
-        "dataclasses are found), so its gradient cannot be told apart by samples. Let the model "
-        "combine it with the batch, or freeze those parameters."
+        "dataclasses are found), so its gradient cannot be divided among the samples. Let the "
+        "model combine it with the batch, or freeze those parameters."
     )
 
 
 def refuse_transform(model: nn.Module) -> None:
-    """Refuse to run if a transform, an export or a trace runs the model: it would record our
-    nodes.
+    """Refuse to run if a transform, an export or a trace runs the whole model: it would record our
+    nodes. A transform inside of the forward is handled by `Tracer.run_new`.
     """
     what = "a torch.func transform (grad, vmap, jvp)"
     if torch.compiler.is_exporting():
@@ -198,7 +198,7 @@ def refuse_transform(model: nn.Module) -> None:
     elif _torch.forward_ad._current_level >= 0:
         what = "forward-mode differentiation (torch.autograd.forward_ad, torch.func.jvp)"
     raise VarregError(
-        f"varreg: {what} runs {place('', model)}, which is observed: it would record the "
+        f"varreg: {what} runs {place('', model)}, which is observed, and would record the "
         "engine in place of the model. Call remove() on the observer first, or use "
         "copy.deepcopy(model), which is not observed."
     )

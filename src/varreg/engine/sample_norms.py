@@ -1,4 +1,4 @@
-"""|c_i|² of every sample: from the contributions of each parameter, as they arrive.
+"""|c_i|² of every sample, computed when the contributions to each parameter arrive.
 
 A sample's contributions to one parameter are added up over all of its uses before anything is
 squared; |c_i|² then adds up over parameters. Letters as in contribution.py.
@@ -79,7 +79,7 @@ def _(c: Bias) -> Tensor:
 
 @squared.register
 def _(c: Scattered) -> Tensor:
-    return squared(c.looked_up)  # each row of the table once: nothing else is added
+    return squared(c.looked_up)  # each row is looked up once: nothing is added up
 
 
 @squared.register
@@ -100,7 +100,9 @@ def _(c: Outer) -> Tensor:
 
 @squared.register
 def _(c: SparseRows) -> Tensor:
-    """Return the squares of the rows that a sample looked up, added up where it is the same row."""
+    """Return the squares of the rows that a sample looked up. Contributions to one row are added up
+    first.
+    """
     b = len(c.ids)
     if not c.ids.numel():
         return c.dy.new_zeros(b)

@@ -18,8 +18,8 @@ from varreg.thresholds import MOST_OBJECTS
 
 def calls_scripted(model: nn.Module) -> bool:
     """Return whether the code of a model names a scripted function. The search covers the forward
-    of its modules, functions that the modules hold, and functions that these name, if they are the
-    user's own.
+    of its modules, functions that are attributes of modules, and all functions that these name, if
+    they are the user's own.
     """
     if not _torch.has_scripted_functions():
         return False
@@ -49,7 +49,7 @@ def _named(function: FunctionType) -> list[Any]:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield the code of a function, and that of functions inside of it."""
+    """Yield the code of a function, and the code of functions inside of it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

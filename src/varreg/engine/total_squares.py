@@ -1,5 +1,5 @@
-"""S and ΣW = Σ_i |c_i|² of contributions: W itself, which has a number for each element, does not
-exist where that saves time.
+"""S and ΣW = Σ_i |c_i|² of contributions. Where that saves time, W itself, with a number for each
+element, is not computed.
 
 Letters as in contribution.py. `squared` in sample_norms.py has |c_i|² of each sample.
 """
@@ -125,14 +125,14 @@ def _(c: Bias, with_total: bool) -> Measured:
 @measured.register
 def _(c: Scattered, with_total: bool) -> Measured:
     total, square = measured(c.looked_up, with_total)
-    return c.scatter(total), square  # each row of the table once: nothing else is added
+    return c.scatter(total), square  # each row is looked up once: nothing is added up
 
 
 @measured.register
 def _(c: SparseRows, with_total: bool) -> Measured:
     if not c.partition.batch:
         return None, 0.0
-    if c.shape[0] <= c.ids.numel():  # W is smaller than what the samples looked up
+    if c.shape[0] <= c.ids.numel():  # W has fewer rows than the samples looked up
         total, square, *_ = c.sums()
         assert square is not None
         return total, square.sum(dtype=widest(square).dtype)

@@ -1,6 +1,6 @@
 """Totals: m, |S|² and ΣW of one parameter → the sums of its moments over elements.
 
-They are what `observe(model, per="model")` and `per="tensor"` keep in place of `Moments`.
+`observe(model, per="model")` and `per="tensor"` keep them in place of `Moments`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from varreg.errors import VarregError
 from varreg.thresholds import VARIANCE
 
 PER = "element", "tensor", "model"
-"""What `observe` keeps sums for. Sums of a model are those of its tensors."""
+"""The values of `per` in `observe`. `"model"` keeps the same sums as `"tensor"`."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,7 +60,7 @@ class Totals:
 
     @property
     def total_variance(self) -> Tensor:
-        """Return Σ_p v_p², never negative; what rounding alone could leave is 0."""
+        """Return Σ_p v_p², which is never negative; a value within rounding errors of 0 is 0."""
         if self.count == 1:
             return torch.zeros_like(_tensor(self.spread))
         size = _tensor(self.spread) * self.count
@@ -99,7 +99,7 @@ _BY_ELEMENT = ("mean", "variance", "second_moment", "rho", "total", "square", "c
 
 
 def refuse_elements(what: str) -> NoReturn:
-    """Raise a VarregError: something needs moments of each element, and there are sums alone."""
+    """Raise a VarregError: `what` needs moments of each element, but only sums are kept."""
     raise VarregError(
         f"varreg: {what} has a value for each element, and this model is observed with "
         "per='model' or per='tensor', which keep sums over elements alone: total_mean_square, "

@@ -1,8 +1,8 @@
-"""The ledger of a parameter of which only sums over elements are kept: |S|² and ΣW.
+"""A ledger that keeps only sums over the elements of a parameter: |S|² and ΣW.
 
-S itself is `p.grad`, which autograd has anyway: its length is read when a window closes. A ledger
-keeps S beside it only where `p.grad` may be something else: where hooks may change it, where it
-began before the sums, in half precision, on devices; and where a window compares both.
+S itself is `p.grad`: its length is read when a window closes. The ledger keeps an S of its own only
+if `p.grad` may differ from S: hooks may change it, it began before the sums, it is in half
+precision, or it is on a device. It also keeps S for a window that compares S with `p.grad`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _ZERO, _ONE = torch.zeros((), device="cpu"), torch.ones((), device="cpu")
 
 
 class TotalsLedger(Ledger):
-    """The sums over elements of one parameter. `total` and `square` say whether there are any, and
-    whether S is zero.
+    """The sums over the elements of one parameter. `total` and `square` only say whether there are
+    sums, and whether S is zero.
     """
 
     sums_alone = True
     by_gradient = False  # True: S is p.grad, and is not kept
-    is_check_missed = False  # True: p.grad was to be compared with S, which was not kept
+    is_check_missed = False  # True: a comparison of p.grad with S was due, but S was not kept
 
     def restart(self, is_complete: bool = True) -> None:
         super().restart(is_complete)
@@ -62,13 +62,13 @@ class TotalsLedger(Ledger):
 
     def _add_sums(self, contribution: Contribution) -> Tensor | None:
         """Add ΣW of a window's contributions, and S where it is kept, and count its samples. Return
-        S; where a gradient was returned before, None.
+        S; None if `add` has returned it before, use by use.
         """
-        needs = self.keeps or not self.pending
+        needs_total = self.keeps or not self.pending
         if self.recorder is None:
-            total, square = measured(contribution, needs)
+            total, square = measured(contribution, needs_total)
         else:
-            total = contribution.total() if needs else None
+            total = contribution.total() if needs_total else None
             square = self.recorder.record(self, contribution).sum()
         if isinstance(square, float) or square.is_cpu:
             square = float(square)
@@ -120,7 +120,7 @@ class TotalsLedger(Ledger):
         if self.in_window:
             if self.by_gradient:
                 raise MeasurementError(
-                    f"varreg: moments of '{self.name}' were asked for during backward(). With "
+                    f"varreg: moments of '{self.name}' were read during backward(). With "
                     "per='model' or per='tensor' they are complete when backward() has returned."
                 )
             self._sum_up(self.whole)
@@ -128,7 +128,7 @@ class TotalsLedger(Ledger):
         if m is None:
             return None
         spread = self.spread
-        if isinstance(spread, Tensor):  # nobody has looked whether squares left their range
+        if isinstance(spread, Tensor):  # it is not known yet whether squares left their range
             known = (spread >= SMALLEST_SQUARE * p.numel()) & (spread <= LARGEST_SQUARE)
             spread = spread.where(known | ((spread == 0) & (m.total == 0)), torch.nan)
         rounding = eps_of(stat_dtype(p.dtype))

@@ -1,7 +1,7 @@
 """The window: one backward pass, the parameters that it reached, and its end.
 
-Before a backward writes to any gradient, `restart_cleared` asks every ledger whether its gradient
-was cleared, and restarts the sums of those (cleared.py).
+Before a backward writes to any gradient, `restart_cleared` restarts the sums of all gradients that
+were cleared (cleared.py).
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class Window:
             if ledger.is_check_due:
                 due.append((p, ledger))
                 ledger.is_check_due = ledger.is_used_unseen
-        # the next parameter in turn: many windows compare all, and each window pays for one
+        # the next parameter in turn: each window compares one, and many windows compare all
         reached[self.number % len(reached)][1].is_check_due = True
         for p, ledger in due:
             if id(p) not in whole:
@@ -214,7 +214,8 @@ def _refuse_unseen_gradient(p: Tensor, ledger: Ledger) -> None:
         return
     eps = max(torch.finfo(p.grad.dtype).eps, ledger.precision)
     if eps > COARSE and ledger.is_reused:
-        # several uses may cancel in each sample, which the sums do not show: rounding has no bound
+        # several uses may cancel in each sample, and the sums do not show that: rounding has no
+        # bound
         return
     grad = p.grad.to(total.dtype)
     if total.is_cpu and torch.equal(total, grad):
@@ -241,9 +242,9 @@ def _refuse_gradient_from_outside(name: str, size: Tensor, measured: Tensor) -> 
 def _rounding(ledger: Ledger, eps: float) -> Tensor:
     """Return how far rounding alone may move a gradient from the measured sum.
 
-    The bound is relative to the terms of the sum: √(m·ΣW), which cancellation among samples does
-    not make small; and, where uses or the pieces of a pull-back may cancel in each sample, their
-    size.
+    The bound is relative to the size of the terms, since the sum itself may be small if terms
+    cancel. Terms of different samples have the size √(m·ΣW). If uses, or pieces of a pull-back, may
+    cancel within a sample, their size is added.
     """
     assert ledger.square is not None
     cancelled = UNSEEN_ROUNDING[1] * ledger.added_size

@@ -1,22 +1,23 @@
 /* S and W of a convolution's kernel, [o, c/parts, kh, kw], and of its bias, from x [images, c, h,
-   w] and delta [images, o, oh, ow], `per` images a sample. Twin, and definition:
-   rules/convolution.py.
+   w] and delta [images, o, oh, ow]; a sample has `per` images. The definition in PyTorch is
+   Contribution.sums in engine/contribution.py, which adds up what Convolution.groups in
+   engine/rules/convolution.py returns.
 
-   Packed, an image's pixels lie one after the other with their channels side by side, within a
-   frame of zeros. Then what a line of the kernel sees at an output pixel is one run of kw*c numbers
-   (a tap; with dilation each column is one). Where such a run fills vectors badly, the taps of an
-   output pixel are copied side by side. */
+   A packed image is a frame of zeros around its pixels, with the channels of a pixel side by side.
+   A line of the kernel then reads one run of kw*c numbers for an output pixel. Such a run is a tap;
+   with dilation, each column of the kernel has its own tap. If taps do not fill vectors well, those
+   of an output pixel are copied side by side. */
 
 typedef struct {
-    int64_t frame_h, frame_w, frame; /* of an image: its lines, columns, numbers */
-    /* what a pixel of the output sees: runs, their width, and that in whole vectors */
+    int64_t frame_h, frame_w, frame; /* lines, columns and numbers of a frame */
+    /* the taps of an output pixel, their width, and the width rounded up to whole vectors */
     int64_t taps, width, padded;
-    /* numbers of an output pixel's taps side by side; 0 if they stay where they are */
+    /* the numbers of all taps of an output pixel, if they are copied side by side; else 0 */
     int64_t joined;
     int64_t image;   /* numbers for a packed image: the frame, or its joined taps */
     int64_t r, ld;   /* output pixels; numbers of S for an output feature */
     int64_t at_once; /* groups that are packed at a time */
-    /* do threads share S and W, and divide tiles? Or has each its own, and they divide samples? */
+    /* 1: threads share S and W, and divide tiles; 0: each has its own, and they divide samples */
     int shared;
 } NAME(plan);
 
@@ -45,7 +46,7 @@ static NAME(plan) NAME(plan_of)(const Convolution *s, int threads) {
     return p;
 }
 
-/* An image with its channels side by side, in its frame of zeros. */
+/* Pack an image: its frame of zeros, with the channels of each pixel side by side. */
 static void NAME(frame)(const Convolution *s, const NAME(plan) * p, const REAL *x, REAL *to) {
     int64_t above = s->py < p->frame_h ? s->py : p->frame_h,
             left = s->px < p->frame_w ? s->px : p->frame_w;
@@ -62,7 +63,7 @@ static void NAME(frame)(const Convolution *s, const NAME(plan) * p, const REAL *
                        s->c * sizeof(REAL));
         return;
     }
-    /* four channels, whole, and then the next four: memory is read as it lies */
+    /* four whole channels at a time, so that memory is read in order */
     for (int64_t c = 0; c < s->c; c += 4)
         for (int64_t y = 0; y < pieces; y++)
             NAME(transpose)(x + c * s->x_channel + y * s->x_row, s->x_channel,
@@ -70,8 +71,8 @@ static void NAME(frame)(const Convolution *s, const NAME(plan) * p, const REAL *
                             run);
 }
 
-/* What each output pixel sees, side by side. A run is copied in fours; what is too much is
-   overwritten by the next, or is nothing that counts. */
+/* Copy the taps of each output pixel side by side. A tap is copied in fours: the next tap
+   overwrites the surplus numbers, or they are padding. */
 static void NAME(join)(const Convolution *s, const NAME(plan) * p, const REAL *frame, REAL *to) {
     for (int64_t y = 0; y < s->oh; y++)
         for (int64_t k = 0; k < s->kh; k++)
@@ -118,10 +119,10 @@ static void NAME(pack)(const Convolution *s, const NAME(plan) *p, int64_t image,
     }
 }
 
-/* A panel: some vectors of one tap, at every output pixel. Where they are in a packed image, and in
-   S. */
+/* A panel: some vectors of one tap, for every output pixel. `place` is where they begin in a packed
+   image, `in_sums` where they begin in S; `nv` is the number of vectors. */
 typedef struct {
-    int64_t place, in_sums, nv, valid; /* numbers of a tap in it */
+    int64_t place, in_sums, nv, valid; /* valid: how many of its numbers belong to the tap */
 } NAME(panel);
 
 static inline NAME(panel)
@@ -141,7 +142,7 @@ static inline NAME(lines) NAME(lines_of)(const Convolution *s, const NAME(plan) 
     return at;
 }
 
-/* Block k of the output features with one panel, for all groups that are packed. */
+/* Add to S and W: block k of the output features with one panel, for all packed groups. */
 static inline void NAME(block)(const Convolution *s, const NAME(plan) *p, const NAME(panel) *panel,
                                int64_t k, int64_t units, int64_t n, const REAL *b,
                                const NAME(lines) *at, const REAL *deltas, REAL *S, REAL *W,
@@ -153,9 +154,9 @@ static inline void NAME(block)(const Convolution *s, const NAME(plan) *p, const 
                                                  p->ld, panel->valid, share);
 }
 
-/* One part. Returns how much scratch memory it needs, in numbers; without any, it does nothing
-   else. `bias` is [images, wide]. Without W, each thread has its part of the sum of W in `spread`.
- */
+/* Compute one part. Return the size of the scratch memory that this needs, in numbers; if `scratch`
+   is NULL, do nothing else. `bias` is [images, wide]. Without W, each thread has its part of the
+   sum of W in `spread`. */
 static int64_t NAME(part)(const Convolution *s, const REAL *x, const REAL *delta, REAL *S, REAL *W,
                           REAL *bias, REAL *scratch, double *spread, int64_t wide, int threads) {
     const int64_t both = spread ? 1 : 2; /* sums: S and W, or S */
@@ -165,7 +166,7 @@ static int64_t NAME(part)(const Convolution *s, const REAL *x, const REAL *delta
     const int64_t most = (all.size + (all.larger > 0)) * s->per * p.at_once, slack = NV * LANES,
                   own = s->o * p.ld;
     const int64_t room = most * (p.image + p.r * s->o) + 2 * slack;
-    /* of each thread: to join taps, to copy a panel */
+    /* memory of each thread, to join taps and to copy a panel */
     const int64_t frame =
         (p.joined ? p.frame : 0) + (p.shared ? most * p.r * NV * LANES : 0) + slack;
     const int64_t rooms = p.shared ? 1 : threads, each = (p.shared ? both : 2 * both) * own,
@@ -196,7 +197,7 @@ static int64_t NAME(part)(const Convolution *s, const REAL *x, const REAL *delta
                 for (int64_t work = 0; work < taps * panels * blocks; work++) {
                     const NAME(panel) panel =
                         NAME(panel_of)(s, &p, work / blocks / panels, work / blocks % panels);
-                    /* a panel is used for every block: side by side, it is read fast */
+                    /* every block uses the panel: a copy side by side is read fast */
                     if (last != work / blocks)
                         for (int64_t k = 0; k < count; k++)
                             for (int64_t y = 0; y < lines.outer; y++)
@@ -215,7 +216,7 @@ static int64_t NAME(part)(const Convolution *s, const REAL *x, const REAL *delta
             first = run.end;
         }
     else {
-        /* of larger groups; then those of the others */
+        /* pieces of the larger groups; then pieces of the other groups */
         const int64_t pieces = (all.larger + p.at_once - 1) / p.at_once;
         const int64_t others = (all.count - all.larger + p.at_once - 1) / p.at_once;
 #pragma omp parallel num_threads(threads)
@@ -223,7 +224,7 @@ static int64_t NAME(part)(const Convolution *s, const REAL *x, const REAL *delta
             REAL *images = scratch + sums + THREAD * room, *all_sums = scratch + THREAD * each,
                  *some = all_sums + both * own;
             double squares = 0;
-            int64_t since = 0; /* groups that are in `some`, and not in `all_sums` yet */
+            int64_t since = 0; /* groups that were added to `some`, and not to `all_sums` yet */
 #pragma omp for schedule(dynamic) nowait
             for (int64_t piece = 0; piece < pieces + others; piece++) {
                 int64_t first =

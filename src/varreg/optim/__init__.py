@@ -2,6 +2,14 @@
 
 `varreg` exports the names in `__all__`; the lab, the theory and the benchmarks use all optimizers
 in `REGULARIZED`.
+
+To add an optimizer, change five files ("A new optimizer" in CONTRIBUTING.md has the details):
+
+1. `src/varreg/optim/<name>.py`: the variance of its increment, and its class.
+2. This file: its import, and its rows in `__all__` and `REGULARIZED`.
+3. `tests/support/update_rules.py`: its formula, written out over all past gradients.
+4. `tests/support/optimizer_table.py`: a row with its settings.
+5. `docs/reference/api.md`: its entry.
 """
 
 from varreg.optim.adadelta import VRAdadelta

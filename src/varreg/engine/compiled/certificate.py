@@ -1,9 +1,9 @@
-"""Certificates: one eager run of a graph under the tracer shows what holds for inputs of these
-shapes.
+"""Certificates: one eager run of a graph under the tracer proves how it can be measured for inputs
+of these shapes.
 
-A certificate holds for all inputs of the same shapes. It says that the tracer followed the batch
-through every call by the form of the call alone (a plan), never by values; and that each parameter
-met the batch where the graph has an operation of ours, and nowhere else.
+A certificate is valid for all inputs of the same shapes. It says that the tracer followed the batch
+through every call by the form of the call alone (a plan), never by values; and that parameters met
+the batch only where the graph has an operation of ours.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from varreg.engine.compiled.sites import Found, RuleSite, SpreadSite
+from varreg.engine.compiled.sites import ForwardInGraph, RuleSite, SpreadSite
 from varreg.engine.contribution import Contribution, Dense
 from varreg.engine.marks import mark_of
 from varreg.engine.mechanisms.by_rule import RuleNode, contributions_of
@@ -66,7 +66,7 @@ class SpreadUse(NamedTuple):
 
 
 class Certificate(NamedTuple):
-    """What holds for a graph and inputs of certain shapes."""
+    """The uses in a graph, proven for inputs of certain shapes."""
 
     partition: Partition
     sites: list[RuleUse | SpreadUse]
@@ -87,7 +87,7 @@ class Witness(Tracer):
     def run_new(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], form: Any = None
     ) -> Any:
-        """Run a call that has no plan yet, and note it unless a plan is kept."""
+        """Run a call that has no plan yet. Note it if there is no plan for it afterwards either."""
         depends_on_batch = func not in CREATORS and any(
             mark_of(t) is not None for t in tensors_in(args, kwargs)
         )
@@ -104,7 +104,7 @@ class Witness(Tracer):
 class Examiner:
     """Examines each call of an eager run, and makes the certificate at the end."""
 
-    def __init__(self, observer: Observer, witness: Witness, found: Found):
+    def __init__(self, observer: Observer, witness: Witness, found: ForwardInGraph):
         self.observer, self.witness, self.found = observer, witness, found
         self._sites = {site.node: site for site in found.sites}
         self._uses: dict[Any, RuleUse | SpreadUse] = {}
@@ -132,8 +132,8 @@ class Examiner:
             self._uses[node] = use
 
     def _rule_use(self, site: RuleSite, made: Any, met: list[Tensor]) -> RuleUse | None:
-        """Return how a rule measured the parameters of a site; None if the graph will measure them
-        in another way.
+        """Return the use in which a rule measured the parameters of a site; None if the graph will
+        measure them in another way.
         """
         use, recipients = made.use, made.recipients
         if use.rule is not site.rule or not all(r.pull_back is None for r in recipients):
@@ -146,7 +146,7 @@ class Examiner:
         return RuleUse(site.parameters, use)
 
     def finish(self, outputs: Sequence[Tensor]) -> None:
-        """Make the certificate when the observed forward has returned its outputs. There is none if
+        """Make the certificate when the observed forward has returned its outputs. Make none if
         values mattered besides shapes, or if the tracer found other uses than the graph has.
         """
         trace = self.witness.trace
@@ -165,8 +165,8 @@ class Examiner:
 
 
 def _spread_use(site: SpreadSite, at: Any, made: Any, p: Tensor) -> SpreadUse | None:
-    """Return how a parameter was spread along the batch at a site; None if the graph will not
-    spread it in this way.
+    """Return the use in which a parameter was spread along the batch at a site; None if the graph
+    will not spread it in this way.
     """
     spreads = [n for n, _ in made.next_functions if _is_made_by(n, SpreadNode)]
     if len(spreads) != 1 or spreads[0].is_aligned:
@@ -182,5 +182,5 @@ def _spread_use(site: SpreadSite, at: Any, made: Any, p: Tensor) -> SpreadUse | 
 
 
 def _is_made_by(node: Any, function: type) -> bool:
-    """Return whether a node of the autograd graph is one of this class of ours."""
+    """Return whether a node of the autograd graph belongs to `function`, one of our classes."""
     return getattr(type(node), "_forward_cls", None) is function

@@ -15,7 +15,7 @@ from varreg.engine import processes
 from varreg.engine.compiled.certificate import Certificate, Examiner, Witness
 from varreg.engine.compiled.measured import Pass
 from varreg.engine.compiled.rewrite import rewrite
-from varreg.engine.compiled.sites import Found, find
+from varreg.engine.compiled.sites import ForwardInGraph, find
 from varreg.engine.escapes import try_escapes
 from varreg.engine.forward import is_transformed
 from varreg.engine.refusals import refuse_transform
@@ -63,7 +63,7 @@ class ObservedGraph:
         observer: Observer,
         module: GraphModule,
         graph: Graph,
-        found: Found,
+        found: ForwardInGraph,
         compiled: Callable[..., Any],
     ):
         self._observer = weakref.ref(observer)  # the graph may outlive the model
@@ -159,7 +159,7 @@ class ObservedGraph:
                 if examiner is not None:
                     examiner.finish(outputs)
                 if observer.tracer.trace.escapes:
-                    again = _Again(self, before)
+                    again = _SecondRun(self, before)
                     try_escapes(observer, again, tuple(inputs), {}, inputs, outputs)
                     observer.tracer.trace.escapes.clear()
         finally:
@@ -176,7 +176,7 @@ class ObservedGraph:
         return node.target(*args, **kwargs)
 
 
-class _Again(nn.Module):
+class _SecondRun(nn.Module):
     """The observed forward of a graph, to be run again with other inputs."""
 
     def __init__(self, graph: ObservedGraph, values: dict[Node, Any]):

@@ -1,8 +1,9 @@
 """The hooks of an observed model while torch.compile captures it: the observed forward joins the
 graph, or breaks it.
 
-torch.compile traces these functions in place of the eager hooks. They mark the begin and the end of
-the observed forward in the graph, and have the graph rewritten before it is compiled.
+torch.compile traces these functions in place of the eager hooks. They mark the beginning and the
+end of the observed forward in the graph, and make sure that the graph is rewritten before it is
+compiled.
 """
 
 from __future__ import annotations
@@ -77,15 +78,15 @@ def _tensors_of(tree: Any) -> list[Tensor] | None:
 
 
 class Graphs:
-    """Whether the forward of one observed model joins graphs of torch.compile."""
+    """Decides whether the forward of one observed model joins graphs of torch.compile."""
 
     def __init__(self, observer: Observer):
         self.observer = observer
         self.can_join = True
         """A guard: torch.compile compiles again when this changes."""
         self.token = torch.zeros((), dtype=torch.int64)
-        """An input of the graph, in whose place each call of the compiled graph passes its own
-        token.
+        """An input of the graph. Each call of the compiled graph passes a token of its own in its
+        place.
         """
 
     def give_up(self) -> None:

@@ -41,7 +41,7 @@ class Pass:
         ]
 
     def token(self) -> Tensor:
-        """Return a tensor that identifies this pass in the graph, and keeps it alive."""
+        """Return a tensor that identifies this pass in the graph, and keeps the pass alive."""
         number = next(_numbers)
         token = torch.tensor(number)
         token.__dict__[_PASS] = self
@@ -107,9 +107,9 @@ def _contribute(
     run = _passes.get(int(token))
     if run is None:
         raise MeasurementError(
-            "varreg: the backward of a compiled graph does not find its forward: something has "
-            "copied what the graph had kept. Call backward() without hooks on saved tensors, or "
-            "do not compile the observed model."
+            "varreg: the backward of a compiled graph does not find its forward: the tensors that "
+            "the graph saved were copied. Call backward() without hooks on saved tensors, or do "
+            "not compile the observed model."
         )
     if not _torch.is_any_autocast_enabled():
         return run.take(number, grad, saved)
@@ -144,4 +144,4 @@ for _name, _run, _fake in (
     torch.library.register_fake(f"varreg::{_name}", _fake, lib=_library)
 
 ENTER, LEAVE = torch.ops.varreg.enter, torch.ops.varreg.leave
-"""The operators that mark the begin and the end of an observed forward in a graph."""
+"""The operators that mark the beginning and the end of an observed forward in a graph."""

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from varreg.engine.compiled.measured import Measured
-from varreg.engine.compiled.sites import Found, RuleSite, function_of
+from varreg.engine.compiled.sites import ForwardInGraph, RuleSite, function_of
 from varreg.engine.rules import Rule
 
 
-def rewrite(module: GraphModule, found: Found) -> None:
+def rewrite(module: GraphModule, found: ForwardInGraph) -> None:
     """Insert our operations into a graph, and remove the markers."""
     graph, token = module.graph, found.token
     for number, site in enumerate(found.sites):

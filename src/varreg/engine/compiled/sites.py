@@ -51,7 +51,7 @@ class SpreadSite(NamedTuple):
     """Which of the two arguments is the parameter, or the lookup of its rows; the other one carries
     the batch."""
     parameters: tuple[int, ...]
-    """The number of the parameter among those of the graph."""
+    """The number of the parameter among the parameters of the graph."""
     is_lookup: bool
 
     @property
@@ -68,7 +68,7 @@ class SpreadSite(NamedTuple):
 Site = RuleSite | SpreadSite
 
 
-class Found(NamedTuple):
+class ForwardInGraph(NamedTuple):
     """The observed forward in a graph, and the sites in it."""
 
     enter: Node
@@ -82,7 +82,7 @@ class Found(NamedTuple):
     sites: list[Site]
 
 
-def find(graph: Graph, is_parameter: Sequence[bool]) -> Found | None:
+def find(graph: Graph, is_parameter: Sequence[bool]) -> ForwardInGraph | None:
     """Return the observed forward in a graph with its sites; None if it cannot be measured in the
     graph.
 
@@ -110,7 +110,7 @@ def find(graph: Graph, is_parameter: Sequence[bool]) -> Found | None:
     sites = _sites(inside, used, carriers)
     if sites is None:
         return None
-    return Found(enter, leave, inputs, token, inside, outputs, used, sites)
+    return ForwardInGraph(enter, leave, inputs, token, inside, outputs, used, sites)
 
 
 def _is_closed(inside: list[Node], leave: Node, after: set[Node]) -> bool:
@@ -136,8 +136,8 @@ def _carriers(inputs: Iterable[Node], inside: list[Node]) -> set[Node]:
 
 
 def _sites(inside: list[Node], parameters: list[Node], carriers: set[Node]) -> list[Site] | None:
-    """Return the sites; None if parameters meet the batch in a call that is neither of a rule nor a
-    broadcast.
+    """Return the sites; None if parameters meet the batch in a call that no rule measures and that
+    is no broadcast.
     """
     numbers = {node: i for i, node in enumerate(parameters)}
     lookups: dict[Node, int] = {}

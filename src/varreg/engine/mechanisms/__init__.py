@@ -1,3 +1,3 @@
-"""How a use of a parameter is measured. One file per mechanism, with its forward half and its
-backward half.
+"""Mechanisms: they measure the uses of parameters. `choose.py` chooses one; each other file
+`by_….py` has the forward half and the backward half of one mechanism.
 """

@@ -1,7 +1,7 @@
 """By repetition: a function without a rule runs unchanged, and the backward pass repeats it for one
 group of samples at a time.
 
-The result is exact. If the contributions do not add up to the gradient, it is an error.
+The contributions are exact. If they do not add up to the gradient, an error is raised.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from varreg.engine.mechanisms.pull_back import autocast_rounding
 from varreg.engine.partition import Partition
 from varreg.engine.trace.arguments import results, swap
 from varreg.engine.trace.call import Call
+from varreg.engine.trace.decide import place_result
 from varreg.engine.trace.layout import Lost, Place, narrow
-from varreg.engine.trace.results import place_result
 from varreg.engine.trace.trace import Trace
 from varreg.errors import MeasurementError
 from varreg.thresholds import PARTS_ADD_UP
@@ -41,7 +41,7 @@ def measure(trace: Trace, call: Call) -> Any:
     rule = f"{call.name.strip('_')} (general)"
     recipients = [trace.recipient(t, rule) for t in call.parameters]
     repetition = _Repetition(call, recipients, f"{call.name} in {trace.observer.forward.path()}")
-    # a call in place overwrites its input, which the repetition needs
+    # a call in place overwrites its input, but the repetition needs it
     before = [x.detach().clone() if call.is_in_place else x for x, _ in call.carriers]
     taps = RepeatNode.apply(repetition, *before, *call.parameters)
     new = {id(t): tap for t, tap in zip(call.parameters, taps, strict=True)}
@@ -154,7 +154,7 @@ class _Repetition:
 
 
 class _Slot(int):
-    """A tensor's place in the arguments of a repeated call."""
+    """The position of a tensor among the arguments of a repeated call."""
 
 
 def _fill_slots(value: Any, tensors: Sequence[Tensor | None]) -> Any:
@@ -210,9 +210,9 @@ class RepeatNode(Node):
         edges = ctx.next_functions[n_inputs:]
         if any(g is not None for g in grads) and not repetition.grads:
             raise MeasurementError(
-                f"varreg: {repetition.where} has no rule, and the gradient of its result never "
-                "arrived: something that the engine cannot see took its place. Write the result as "
-                "a new tensor, and change nothing in place."
+                f"varreg: {repetition.where} has no rule, and no gradient of its result arrived: "
+                "code that the engine does not see has replaced the result. Write the result as a "
+                "new tensor, and change nothing in place."
             )
         if repetition.grads and repetition.partition.batch:
             contributions = _contributions(repetition, saved_tensors(ctx))

@@ -1,8 +1,8 @@
 """By rule: the function runs with detached parameters, and a node computes their gradients.
 
 The node's backward calls the function's rule (`rules/`), which returns the contribution of each
-sample. The sum of the contributions is the gradient. If a rule measures beside autograd
-(`takes_over=False`, recurrent layers), autograd computes the gradient.
+sample. The sum of the contributions is the gradient. Some rules do not take over the gradient
+(`takes_over=False`, recurrent layers): then autograd computes it, and the rule only measures.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from varreg.engine.rules.rule import Contributions
 from varreg.engine.trace import checkpoints
 from varreg.engine.trace.arguments import flatten, refill, results, swap, without_tensors
 from varreg.engine.trace.call import Call
+from varreg.engine.trace.decide import place_result
 from varreg.engine.trace.layout import Place
 from varreg.engine.trace.plans import Plan, store_plan
-from varreg.engine.trace.results import place_result
 from varreg.engine.trace.trace import Trace
 
 # ---- forward -------------------------------------------------------------------------------------

@@ -22,8 +22,9 @@ from varreg.engine.partition import Partition
 from varreg.engine.rules import RULES, STACKED
 from varreg.engine.trace.arguments import results, swap
 from varreg.engine.trace.call import Call
+from varreg.engine.trace.decide import follow, place_result
 from varreg.engine.trace.einsum import equation_of, operands_of
-from varreg.engine.trace.follow import Guess, follow
+from varreg.engine.trace.follow import Guess
 from varreg.engine.trace.functions import CELLS, ELEMENTWISE, JOINS, PRODUCTS
 from varreg.engine.trace.layout import (
     Layout,
@@ -35,7 +36,6 @@ from varreg.engine.trace.layout import (
     samples,
 )
 from varreg.engine.trace.packed import is_packed, place_packed
-from varreg.engine.trace.results import place_result
 from varreg.engine.trace.trace import Trace
 from varreg.engine.trace.trial import Verdict
 
@@ -76,7 +76,7 @@ def measure(trace: Trace, call: Call) -> Any:
     trace.mark_each(out, lambda t, i: place_result(trace, new, t, i))
     is_complete = call.function not in JOINS or _has_rows_of(out, there)
     if not is_complete and not all(_is_expanded(t, there) for t in call.parameters):
-        trace.refuse(call, "it becomes rows of the batch that belong to no sample")
+        trace.refuse(call, "its rows in the result belong to no sample")
     return out
 
 
@@ -89,8 +89,8 @@ def _spread(
     is_aligned: bool,
     rank: int,
 ) -> Tensor:
-    """Return a tensor made of parameters as one that carries the batch, in a dimension that counts
-    among `rank` of them.
+    """Return a tensor made of parameters as a tensor that carries the batch at `there`, which
+    counts `rank` dimensions.
     """
     recipient = trace.recipient(t, call.name.strip("_"))
     if is_aligned and there.batch > 1:
@@ -107,7 +107,7 @@ def _warn_of_slots(trace: Trace, call: Call, t: Tensor, there: Place, rank: int)
     tensor that was expanded or repeated has the same row for all.
     """
     path = trace.observer.forward.path()
-    if isinstance(there, Layout) and trace.verdicts.due(("slots", path, call.function, t.shape)):
+    if isinstance(there, Layout) and trace.verdicts.is_due(("slots", path, call.function, t.shape)):
         dim = there.dim - (rank - t.dim())
         if there.batch == there.size and not torch.equal(t, t.roll(1, dim)):
             trace.observer.notices.slots(path, trace.names([t]), there.batch)
@@ -126,7 +126,7 @@ def _spread_shape(
     size = padded.shape[there.dim] if padded.dim() else 1
     is_aligned = there.batch == 1 or size == there.size != 1
     if not is_aligned and (size != 1 or is_join):
-        why = f"its shape {tuple(t.shape)} fits the batch of {there.batch} nowhere"
+        why = f"no dimension of its shape {tuple(t.shape)} fits the batch of {there.batch}"
         trace.refuse(call, why, [t])
     return [there.size if d == there.dim else n for d, n in enumerate(padded.shape)], is_aligned
 

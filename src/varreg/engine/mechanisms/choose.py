@@ -1,4 +1,4 @@
-"""Choose the mechanism that measures a use, or refuse the use with a reason."""
+"""Choose the mechanism that measures a use of parameters, or refuse the use with a reason."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from torch import Tensor
 from varreg.engine.mechanisms import by_repetition, by_rule, by_spread
 from varreg.engine.rules import PACKED, RULES, STACKED, STACKED_PACKED
 from varreg.engine.trace.call import Call
+from varreg.engine.trace.decide import place_result
 from varreg.engine.trace.functions import FILLS, SELECTS, WRITERS, without_override_check
 from varreg.engine.trace.layout import Ragged
 from varreg.engine.trace.packed import is_packed
-from varreg.engine.trace.results import mark_derived, place_result
+from varreg.engine.trace.results import mark_derived
 from varreg.engine.trace.trace import Trace
 from varreg.errors import VarregError
 
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 def measure(tracer: Tracer, call: Call) -> Any:
     """Run a call that uses parameters on the batch, by the first mechanism that can measure it, and
-    return its result. The order: its inner functions, spreading, its rule, repetition.
+    return its result. The order is: the functions inside of it, each by itself; spreading; its
+    rule; repetition.
     """
     trace = tracer.trace
     packed = is_packed(call.function, call.args)
@@ -116,8 +118,8 @@ def _fills_with_parameter(call: Call) -> bool:
 
 
 def _is_reordered(call: Call) -> bool:
-    """Return whether a call reorders all rows of a tensor made of parameters, in an order that
-    depends on the batch: a learned initial state gets the order of the packed sequences.
+    """Return whether a call puts all rows of a tensor made of parameters into an order that depends
+    on the batch, such as the rows of a learned initial state for packed sequences.
     """
     if call.function not in SELECTS or len(call.args) != 3 or call.carriers or call.summed:
         return False

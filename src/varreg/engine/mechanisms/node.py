@@ -40,8 +40,8 @@ class Node(torch.autograd.Function):
     def apply(cls, *args: Any) -> Any:
         """Put the node into the graph.
 
-        Without a functorch transform, this skips checks of torch, and takes a fourth of the time.
-        With one, torch raises its own error.
+        This skips checks of torch, and takes a fourth of the time. Under a torch.func transform
+        (vmap, grad), torch's own version raises an error.
         """
         if _torch.is_transform_active():
             return super().apply(*args)
@@ -73,18 +73,18 @@ def pass_on(ctx: Any, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 # ---- the backward half ---------------------------------------------------------------------------
 
 
-class Ran:
+class BackwardRuns:
     """The number of backward runs of all nodes of varreg, in all models."""
 
     backwards = 0
     received: dict[int, Sequence[Tensor | None]] | None = None
-    """In a trial, the gradients that each node was given, by its id. A hook may have changed them
+    """In a trial, the gradients that each node received, by its id. A hook may have changed them
     after they arrived."""
 
 
 def note_backward() -> None:
     """Count a backward run of a node. Refuse compiled autograd, which would not measure."""
-    Ran.backwards += 1
+    BackwardRuns.backwards += 1
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # not imported by us
     if compiled is not None and compiled.in_compiled_autograd_region:
         _refuse_compiled()
@@ -98,8 +98,8 @@ def measuring(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
         note_backward()
-        if Ran.received is not None:
-            Ran.received[id(ctx)] = grads
+        if BackwardRuns.received is not None:
+            BackwardRuns.received[id(ctx)] = grads
         if torch.is_grad_enabled():
             _refuse_second_order(ctx)
         if not _torch.is_any_autocast_enabled():
@@ -186,7 +186,7 @@ class Recipient:
         self.observer, self.leaves = observer, leaves
         self.dtype = t.dtype
         self.forward = observer.forward.number
-        # a parameter takes contributions as they are
+        # contributions to a parameter itself need no pull-back
         is_direct = len(leaves) == 1 and leaves[0][0] is t
         self.pull_back = None if is_direct else PullBack(t, leaves, rows)
         for _, ledger in leaves:

@@ -28,7 +28,7 @@ class PullBack:
     def __init__(self, t: Tensor, leaves: list[tuple[Tensor, Ledger]], rows: Tensor | None):
         gradient_edge = torch.autograd.graph.get_gradient_edge
         self.leaves = leaves
-        self.rows = rows  # if the tensor is a lookup in one parameter: its rows
+        self.rows = rows  # the rows, if the tensor is a lookup in one parameter
         self.edge = gradient_edge(t)
         self.ends = [gradient_edge(p).node for p, _ in leaves]
         # the pull-back runs in the precision of the graph that made the tensor
@@ -37,8 +37,8 @@ class PullBack:
         self.value = t.detach() if is_check_due else None
 
     def take(self, contribution: Contribution, dtype: torch.dtype) -> Tensor | None:
-        """Take contributions through the graph, one group at a time, and add them to the ledgers.
-        Return their sum at the tensor, of type `dtype`.
+        """Send contributions back through the graph, some groups at a time, and add the results to
+        the ledgers. Return the sum of the contributions to the tensor, of type `dtype`.
         """
         parameters = [p for p, _ in self.leaves]
         if self.rows is not None:

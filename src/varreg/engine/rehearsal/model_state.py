@@ -34,9 +34,9 @@ class ModelState:
         self._tensor_states = [_TensorState(t) for t in self.tensors]
 
     def _visit(self, root: Any) -> None:
-        """Collect tensors, generators and containers, through modules, lists, dicts and sets; and
-        attributes of objects that these hold, such as a meter that counts, but not of objects in
-        these: a trainer holds all the world.
+        """Collect tensors, generators and containers in modules, lists, dicts and sets. Collect
+        also the attributes of objects in these, such as a counter, but not of objects inside of
+        such objects: a trainer may hold everything.
         """
         stack = [(root, False)]
         while stack:

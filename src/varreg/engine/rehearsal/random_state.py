@@ -35,12 +35,12 @@ class RandomState:
         if id(source) not in self.kept:
             self.kept[id(source)] = source, _read(source)
 
-    def changed(self) -> bool:
-        """Return whether any of them has drawn a number."""
+    def has_changed(self) -> bool:
+        """Return whether any generator has drawn a number."""
         return any(not _are_equal(state, _read(source)) for source, state in self.kept.values())
 
     def restore(self) -> None:
-        """Set all of them to the states that were kept."""
+        """Restore the saved state of each generator."""
         for source, state in self.kept.values():
             _write(source, state)
 

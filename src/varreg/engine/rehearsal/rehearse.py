@@ -20,10 +20,10 @@ def rehearsal(model: nn.Module) -> Iterator[Rehearsal]:
     random states are restored.
 
     Inside, dropout of every kind is off (modules, functions, attention, recurrent layers; a
-    randomized ReLU has its mean slope), while `model.training` stays what it is; parameters begin
-    without a gradient; and an observed model is not observed. Afterwards parameters, gradients,
-    buffers, attributes of modules, flags and random state are what they were, by identity and by
-    value, also when the block raises. Attributes are followed through lists, dicts and sets, not
+    randomized ReLU has its mean slope), and `model.training` does not change. Parameters begin
+    without a gradient. An observed model is not observed. Afterwards parameters, gradients,
+    buffers, attributes of modules, flags and random state are the same as before, by identity and
+    by value, also if the block raises. Attributes are followed through lists, dicts and sets, not
     into objects of other kinds.
 
     Returns:
@@ -67,7 +67,7 @@ class Rehearsal:
         """Return whether random numbers were drawn, except by dropout. Valid inside of the block
         and after it.
         """
-        return self._was_random or (not self._ended and self._numbers.changed())
+        return self._was_random or (not self._ended and self._numbers.has_changed())
 
     @property
     def drawn(self) -> tuple[str, ...]:

@@ -1,5 +1,5 @@
-"""Layer rules: what each sample contributes to the gradient of a layer's parameters. One file per
-kind of layer.
+"""Layer rules: they compute what each sample contributes to the gradients of a layer's parameters.
+There is one file per kind of layer.
 """
 
 from varreg.engine.rules import (

@@ -1,8 +1,8 @@
 """Convolutions: the contribution of a sample is a matrix product of its output gradient with the
 inputs of each kernel position.
 
-This file does not sum W. `Contribution.sums` (contribution.py) does; or a backend does everything
-in one pass (native/convolution.h, triton/convolutions.py).
+This file only makes the contributions. `Contribution.sums` (contribution.py) adds them up to S and
+W; or a backend computes both in one pass (native/convolution.h, triton/convolutions.py).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Geometry(NamedTuple):
 
 
 def _geometry(kernel: torch.Size, stride: Any, padding: Any, dilation: Any) -> Geometry:
-    """Return the geometry of a convolution. It is cached, for which lists become tuples."""
+    """Return the geometry of a convolution. Lists become tuples, since the result is cached."""
     if isinstance(stride, list):
         stride = tuple(stride)
     if isinstance(padding, list):

@@ -16,7 +16,7 @@ from varreg.engine.trace.layout import Single, as_rows, samples
 
 
 class SparseRows(Contribution):
-    """A lookup: the rows `ids [b, r]` of a table receive `dy [b, r, features]`, but for the row
+    """A lookup: the rows `ids [b, r]` of a table receive `dy [b, r, features]`, except for the row
     `skip`.
 
     Only the rows that a group looked up are not zero, so only these are squared.

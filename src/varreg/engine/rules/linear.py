@@ -171,8 +171,8 @@ def einsum(
 
 
 class _Einsum(Contribution):
-    """Contributions to one operand of an `einsum`: each sample's product of the other `factors`,
-    which come with their letters, the gradient first.
+    """Contributions to one operand of an `einsum`: for each sample, the product of the other
+    `factors`. Each factor has its letters; the first one is the gradient.
     """
 
     def __init__(self, use: Use, factors: list[tuple[Tensor, str]], term: str, name: str):

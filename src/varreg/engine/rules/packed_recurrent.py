@@ -24,7 +24,9 @@ Names = tuple[str, str | None]  # of a weight and its bias
 
 
 class _Taps:
-    """Zeros added where a matrix product ends, and what went into it, in the order of the data."""
+    """Zeros that were added to the results of matrix products, and the inputs of these products, by
+    step.
+    """
 
     def __init__(self) -> None:
         self.steps: dict[Names, dict[int, tuple[Tensor, Tensor]]] = {}
@@ -82,7 +84,7 @@ def _direction(
         if n < m:
             ended.append(tuple(s[n:] for s in state))
             state = tuple(s[:n] for s in state)
-        elif n > m:  # samples whose last step this is begin here
+        elif n > m:  # in reverse, more sequences begin here: this is their last step
             state = tuple(torch.cat([s, h[m:n]]) for s, h in zip(state, start, strict=True))
         state = cell(gates[t], taps.linear(state[0], w_hh, b_hh, (names[1], biases[1]), t), state)
         if projection is not None:
@@ -163,8 +165,8 @@ sequences.
 
 
 def packed_layer_by_layer(function: Any) -> Callable[..., Any]:
-    """Return a function like torch's stacked recurrent layers on packed sequences that calls it
-    layer by layer.
+    """Return a function that computes stacked recurrent layers on packed sequences by one call of
+    `function` per layer.
     """
 
     def run(

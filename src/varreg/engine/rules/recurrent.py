@@ -2,8 +2,8 @@
 
 The native kernels do not give the gradients of the gates. The backward pass runs the recurrence
 once more, step by step, with a zero tensor added to each gate's input: the gradient of that zero is
-δ, and a weight's contributions are Σ_t δ_t ⊗ a_t. They are measured beside autograd's own gradient,
-so that outputs and gradients stay those of the native kernels.
+δ, and a weight's contributions are Σ_t δ_t ⊗ a_t. The rules only measure: outputs and gradients are
+still computed by torch's native kernels.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _relu(gi: Tensor, gh: Tensor, state: State) -> State:
 
 
 class _Taps:
-    """Zeros added where a matrix product ends, and the activations that went into it."""
+    """Zeros that were added to the results of matrix products, and the inputs of these products."""
 
     def __init__(self) -> None:
         self.zeros: list[Tensor] = []
@@ -67,8 +67,8 @@ class _Taps:
 
     @staticmethod
     def _rows(use: Use, t: Tensor) -> Tensor:
-        """Return `[b, o]` of one step or `[t, b, o]` of all, with b folded as the layout says: as
-        `[batch, rows, o]`.
+        """Return a tensor of one step, `[b, o]`, or of all steps, `[t, b, o]`, as `[batch, rows,
+        o]`. The layout of the output says how b contains the batch.
         """
         t = t.transpose(0, 1) if t.dim() == 3 else t.unsqueeze(1)
         at = use.output_place
@@ -235,7 +235,7 @@ def run_stack(
     bidirectional: bool,
 ) -> tuple[Tensor, ...]:
     """Run stacked recurrent layers with one native call for each layer, so that the dropout between
-    them is an operation of its own, and return their results. `run_layer` is called with a layer's
+    them is a separate operation. Return their results. The arguments of `run_layer` are a layer's
     input, its states and its weights.
     """
     directions, per = 2 if bidirectional else 1, len(params) // num_layers
@@ -251,7 +251,9 @@ def run_stack(
 
 
 def layer_by_layer(function: Any) -> Callable[..., Any]:
-    """Return a function like torch's stacked recurrent layers that calls it layer by layer."""
+    """Return a function that computes stacked recurrent layers by one call of `function` per
+    layer.
+    """
 
     def run(
         input: Tensor, hx: Any, params: Any, has_biases: bool, num_layers: int, dropout: float,

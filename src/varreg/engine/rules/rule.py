@@ -60,8 +60,8 @@ class Use(NamedTuple):
         return rows(t, at, features)
 
     def where(self, name: str) -> Place | None:
-        """Return where the batch is in an argument; None if it is nowhere. A constant with a row
-        for each row of the batch has the place of those rows.
+        """Return where an argument carries the batch; None if it does not. A constant with one row
+        for each row of the batch has the place of these rows.
         """
         if name in self.input_places:
             return self.input_places[name]
@@ -96,7 +96,7 @@ class Rule(NamedTuple):
     """
     takes_over: bool
     """True: the sum of the contributions is the gradient. False: autograd computes the gradient,
-    and the rule measures beside it.
+    and the rule only measures.
     """
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:

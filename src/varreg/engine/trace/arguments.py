@@ -1,4 +1,4 @@
-"""The arguments of a torch function: finding, replacing, and keeping the tensors in them."""
+"""Find, replace and keep the tensors in the arguments of a torch function."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from varreg.thresholds import MOST_OBJECTS
 
 
 def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors among arguments, and in lists and tuples among them."""
     found = []
     for a in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(a, Tensor):
@@ -29,7 +30,7 @@ def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
 def tensors_of(tree: Any) -> list[Tensor]:
     """Return the tensors in a structure of any kind, in order: sequences, mappings, dataclasses."""
     tensors: list[Tensor] = []
-    rest = [tree]  # the next one is the last
+    rest = [tree]  # a stack: the last entry comes next
     while rest:
         value = rest.pop()
         kind = type(value)
@@ -117,7 +118,7 @@ def _parts(tree: Any) -> dict[Any, Any] | None:
         for n in getattr(type(tree), "__slots__", ())
         if isinstance(n, str)
     }
-    plain = (Tensor, list, tuple, dict)  # of a user's object, its own attributes
+    plain = (Tensor, list, tuple, dict)  # other attributes of a user's object are not searched
     return {n: v for n, v in found.items() if isinstance(v, plain)} or None
 
 
@@ -151,8 +152,8 @@ def results(out: Any) -> Sequence[Any]:
 
 
 def replaced(value: Any, new: dict[int, Any]) -> Any:
-    """Return an argument with some tensors, named by their id, replaced; also those in a list or
-    tuple.
+    """Return an argument with some tensors, named by their id, replaced. The tensors may be in a
+    list or tuple.
     """
     if isinstance(value, Tensor):
         return new.get(id(value), value)
@@ -162,6 +163,7 @@ def replaced(value: Any, new: dict[int, Any]) -> Any:
 def swap(
     args: Sequence[Any], kwargs: dict[str, Any], new: dict[int, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments of a call with some tensors, named by their id, replaced."""
     return [replaced(a, new) for a in args], {
         k: replaced(v, new) for k, v in kwargs.items()
     } if kwargs else kwargs
@@ -191,8 +193,8 @@ def without_tensors(bound: dict[str, Any]) -> dict[str, Any]:
 
 
 def refill(bound: dict[str, Any], saved: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the arguments again, with the tensors that were saved, and None for those that were
-    not.
+    """Return the arguments with the saved tensors in them again, and None for tensors that were not
+    saved.
     """
     full = dict(bound)
     for name, t in saved.items():

@@ -18,8 +18,8 @@ Carriers = Sequence[tuple[Tensor, Place]]
 class Call:
     """One call of a torch function in an observed forward.
 
-    The tracer makes it when the call has no plan. Its tensors are sorted by their marks; a tensor
-    in none of the lists is a constant.
+    The tracer makes it when the call has no plan. Its tensors are sorted into lists by their marks;
+    a tensor that is in no list is a constant.
     """
 
     __slots__ = (

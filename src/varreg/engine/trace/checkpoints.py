@@ -5,7 +5,7 @@ they are needed. The engine must treat the second run like the first one: the sa
 same order, with the batch in the same places. If a module is checkpointed, its hooks call the
 engine. If a function or method that uses parameters directly is checkpointed, no hook does. So the
 first use of a parameter searches the stack of calls for a checkpoint, and replaces the checkpointed
-function by `_Again`, which traces the second run.
+function by `_SecondRun`, which traces the second run.
 
 `_hooks` and `_held` depend on private parts of torch, which may change in another version.
 """
@@ -65,8 +65,8 @@ def is_reentrant() -> bool:
 
 
 def note(observer: Observer) -> None:
-    """Note that a parameter is used. If that is inside of checkpoints, make sure that their second
-    runs are traced as this one is.
+    """Note that a parameter is used. If checkpoints run this code, make sure that their second runs
+    are traced like this one.
     """
     if _is_noted(observer):
         return
@@ -82,11 +82,11 @@ def note(observer: Observer) -> None:
         if held is not None:
             _wrap(held, observer, around)
         elif len(around) == len(observer.forward.modules_around([])):
-            # else the hooks of a module in between will trace the second run
+            # otherwise, the hooks of a module in between will trace the second run
             raise VarregError(
-                f"varreg: in {observer.forward.path()}, a parameter is used in a function that is "
-                f"checkpointed, and how torch {torch.__version__} runs it again is not known. Move "
-                "the function and its parameters into a module of their own, and checkpoint that."
+                f"varreg: in {observer.forward.path()}, a checkpointed function uses a parameter, "
+                f"and varreg does not know how torch {torch.__version__} runs it again. Move the "
+                "function and its parameters into a module of their own, and checkpoint that."
             )
 
 
@@ -105,8 +105,8 @@ class _Held(NamedTuple):
 
 
 def _held(call: FrameType) -> _Held | None:
-    """Return what a running call in `torch.utils.checkpoint` holds; None if its variables are not
-    the expected ones.
+    """Return the function that a call in `torch.utils.checkpoint` will run again; None if the call
+    does not have the expected variables.
     """
     held = call.f_locals
     try:
@@ -125,7 +125,9 @@ def _held(call: FrameType) -> _Held | None:
 
 
 def _is_noted(observer: Observer) -> bool:
-    """Return whether the innermost checkpoint was already found, and so were those around it."""
+    """Return whether the innermost checkpoint was found before, and with it all checkpoints around
+    it.
+    """
     hooks = _hooks(True) if _hooks is not None and torch.is_grad_enabled() else None
     if hooks is None:
         return False
@@ -140,7 +142,7 @@ def _is_noted(observer: Observer) -> bool:
 
 
 def _is_wrapped(function: Any, observer: Observer) -> bool:
-    while isinstance(function, _Again):
+    while isinstance(function, _SecondRun):
         if function.observer is observer:
             return True
         function = function.function
@@ -162,7 +164,8 @@ def _is_plain(call: FrameType) -> bool:
     if call.f_globals is not _CHECKPOINTS or call.f_code.co_name != _torch.PLAIN_CHECKPOINT:
         return False
     held = call.f_locals
-    # a re-entrant one has a call of its own; and while `gen` runs, the function has not begun yet
+    # `_calls` finds a re-entrant one by `_REENTRANT`; while `gen` runs, the function has not begun
+    # yet
     return not held.get("use_reentrant") and not getattr(held.get("gen"), "gi_running", False)
 
 
@@ -172,7 +175,7 @@ def _wrap(held: _Held, observer: Observer, around: list[nn.Module]) -> None:
         return
     if held.is_reentrant:
         _refuse_parameters(observer, held.args)
-    setattr(held.holder, held.name, _Again(function, observer, around, held.args))
+    setattr(held.holder, held.name, _SecondRun(function, observer, around, held.args))
 
 
 def _refuse_parameters(observer: Observer, args: tuple[Any, ...]) -> None:
@@ -184,8 +187,8 @@ def _refuse_parameters(observer: Observer, args: tuple[Any, ...]) -> None:
         raise VarregError(
             f"varreg: in {observer.forward.path()}, a re-entrant checkpoint is given "
             f"{observer.tracer.trace.names(made)} as an argument, and would return its gradient "
-            "without what each sample contributed. Use use_reentrant=False, or let the function "
-            "itself take the parameter from the module."
+            "as a sum, without the contribution of each sample. Use use_reentrant=False, or let "
+            "the function itself take the parameter from the module."
         )
 
 
@@ -193,7 +196,7 @@ def _mark(observer: Observer, t: Tensor) -> Mark:
     return DERIVED if observer.parameters.ledger(t) else mark_of(t)
 
 
-class _Again:
+class _SecondRun:
     """Runs a checkpointed function in the backward pass, traced as it was in the forward pass."""
 
     def __init__(
@@ -210,7 +213,7 @@ class _Again:
             observer.forward.number,
         )
         self.marks = [_mark(observer, t) for t in tensors_of(args)]
-        # The end of the forward removes these marks. Weak references suffice: whatever needs an
+        # The end of the forward removes these marks. Weak references suffice: code that needs an
         # input holds it.
         self.inputs = [(weakref.ref(t), mark_of(t)) for t in observer.forward.inputs]
 
@@ -248,7 +251,9 @@ class _Again:
             vars(run).update(kept)
 
     def _mark(self, args: tuple[Any, ...]) -> list[Tensor]:
-        """Mark the arguments as they were, and the inputs of the model; return the latter."""
+        """Mark the arguments as in the forward, and the inputs of the model. Return the marked
+        inputs.
+        """
         for t, where in zip(tensors_of(args), self.marks, strict=True):
             if where is not None and not self.observer.parameters.ledger(t):
                 mark(t, where)

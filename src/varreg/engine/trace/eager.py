@@ -16,8 +16,8 @@ from varreg._torch import (
 from varreg.errors import VarregError
 
 EXPORTED = (
-    "varreg: torch.export runs the model itself, which is observed: it would record the engine in "
-    "place of the model. Call remove() on the observer first, or use copy.deepcopy(model), which "
+    "varreg: torch.export runs an observed model, and would record the engine in place of the "
+    "model. Call remove() on the observer first, or use copy.deepcopy(model), which "
     "is not observed."
 )
 P = ParamSpec("P")
@@ -34,8 +34,8 @@ def uncompiled(
     graph, it returns True, and the function is not called.
 
     The function itself must check whether torch.compile is on, and must be decorated with
-    `runs_as_it_is`. torch's public decorator imports the compiler, which takes a second, and each
-    of its calls costs more than many of our hooks.
+    `runs_as_it_is`. torch has a public decorator for this, but it imports the compiler, which takes
+    a second, and each of its calls takes longer than many of our hooks.
     """
     run = disable_dynamo(function)
 

@@ -172,7 +172,7 @@ PRODUCTS = frozenset(
 )
 CELLS = (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
 
-# ---- what comes of values, and what does not -----------------------------------------------------
+# ---- functions that read no values, and functions that let values out ----------------------------
 
 _LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")
 CREATORS = frozenset(
@@ -194,8 +194,8 @@ ESCAPES = frozenset(
 """Functions through which values of the batch leave torch, and may come back as constants."""
 
 CALLBACKS = frozenset(methods("apply_ map_ map2_"))
-"""Functions that hand each element to a function of Python's, which may keep it. They are called
-once, and not tried."""
+"""Functions that pass each element to a Python function, which may store it. They are called once,
+and not tried."""
 
 _SIZED = frozenset(
     named(
@@ -228,7 +228,7 @@ def is_sized_by_values(function: Any, args: Any, index_types: Any) -> bool:
 
 def takes_numbers(function: Any) -> bool:
     """Return whether a function may read a tensor without dimensions, behind its first argument, as
-    a number: a size, a dimension, a position. Element-wise ones and an index take it as data.
+    a number: a size, a dimension, a position. Element-wise functions and indexing read it as data.
     """
     return not (
         function in ELEMENTWISE
@@ -254,9 +254,9 @@ def without_override_check(function: FunctionType) -> Callable[..., Any]:
     """Return a copy of a torch function written in Python that does not pass itself to the active
     modes, so that they see the functions that it calls.
     """
-    no: Callable[..., bool] = lambda *_: False  # noqa: E731
+    never: Callable[..., bool] = lambda *_: False  # noqa: E731
     checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    namespace = {**function.__globals__, **dict.fromkeys(checks, no)}
+    namespace = {**function.__globals__, **dict.fromkeys(checks, never)}
     copy = FunctionType(
         function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__
     )

@@ -36,25 +36,25 @@ def register_user_hook(trace: Trace, t: Tensor, hook: Callable[[Tensor], Any]) -
     at, path = mark_of(t), trace.observer.forward.path()
     if trace.lets_samples_meet or trace.batch <= 1 or not isinstance(at, Place):
         return t.register_hook(hook)
-    there, is_tried, known = at, False, Known(trace, t)
-    is_for_several = getattr(hook, "__module__", "") == torch.autograd.graph.__name__
+    there, is_tried, kept = at, False, KeptMarks(trace, t)
+    is_multi_grad = getattr(hook, "__module__", "") == torch.autograd.graph.__name__
 
     def run(given: list[Tensor]) -> list[Tensor]:
         changed = given[0].clone()
         result = hook(changed)
         return [changed if result is None else result]
 
-    def careful(grad: Tensor) -> Any:
+    def run_and_try(grad: Tensor) -> Any:
         nonlocal is_tried
         watch = Watch(trace, [grad], path)
         result = hook(grad)  # once, as the user expects; the trial calls it again, undisturbed
         is_change = watch.is_written() or not (result is None or result is grad)
         if is_change and not is_tried:
             is_tried = True
-            if is_for_several:  # it counts its calls, and cannot be tried
+            if is_multi_grad:  # it counts its calls, and cannot be tried
                 verdict = Verdict.UNDECIDED
             else:
-                verdict = _try_hook(trace, path, run, [grad], [there], [there], known)
+                verdict = _try_hook(trace, path, run, [grad], [there], [there], kept)
             if verdict is not Verdict.APART:
                 raise MeasurementError(
                     f"varreg: in {path}, a hook on a tensor changes its gradient, and mixes "
@@ -63,22 +63,22 @@ def register_user_hook(trace: Trace, t: Tensor, hook: Callable[[Tensor], Any]) -
                 )
         return result
 
-    return t.register_hook(careful)
+    return t.register_hook(run_and_try)
 
 
 class Watch:
-    """Tells whether something writes into gradients. Their versions tell, and, while it is new,
-    their values: NumPy and `.data` leave versions alone.
+    """Detects writes into gradients by their versions; and now and then by their values, since
+    NumPy and `.data` do not change versions.
     """
 
     def __init__(self, trace: Trace, grads: Sequence[Any], path: str):
         self.grads = [g for g in grads if isinstance(g, Tensor)]
         self.versions = [g._version for g in self.grads]
-        is_new = trace.verdicts.due(("writes of a hook", path))
+        is_new = trace.verdicts.is_due(("writes of a hook", path))
         self.values = [g.detach().clone() for g in self.grads] if is_new else []
 
     def is_written(self) -> bool:
-        """Return whether a gradient was written to since then."""
+        """Return whether a gradient was written to since the watch began."""
         if any(g._version != v for g, v in zip(self.grads, self.versions, strict=True)):
             return True
         with torch.no_grad(), _torch.DisableTorchFunction():
@@ -88,8 +88,8 @@ class Watch:
             )
 
 
-class Known:
-    """What a forward knows of its tensors, for a hook of it that runs later."""
+class KeptMarks:
+    """The marks of tensors of a forward, kept for a hook that runs after the forward."""
 
     def __init__(self, trace: Trace, *tensors: Tensor):
         self.trace, self.number = trace, RUNNING.number
@@ -97,8 +97,9 @@ class Known:
         self._marks = [(weakref.ref(t), mark_of(t)) for t in placed]
 
     def keeps_apart(self, run: Run, grads: list[Tensor], places: Sequence[Place]) -> bool:
-        """Return whether a function of gradients that holds tensors of the forward keeps their
-        samples in these places, and takes no values of them out of torch.
+        """Run a function of gradients, which may hold tensors of the forward, under the tracer.
+        Return whether its results have the samples of these tensors in the given places, and no
+        values of the samples left torch.
         """
         tracer, found = self.trace.observer.tracer, [(ref(), at) for ref, at in self._marks]
         known = [(t, at) for t, at in found if t is not None and at is not None]
@@ -114,7 +115,7 @@ class Known:
                 marks = [mark_of(t) for t in run(copies)]
             except VarregError:
                 return False
-            except FAILURES:  # it does not take copies
+            except FAILURES:  # the hook does not accept copies
                 return True
         if any(name not in UNKNOWNS for name, *_ in trace.escapes):
             return False
@@ -122,8 +123,8 @@ class Known:
 
 
 def watch_module_hooks(trace: Trace) -> bool:
-    """Arrange a trial of a module's backward hooks, if torch is adding them to the graph: they are
-    tried when they change a gradient. Return whether torch is adding hooks.
+    """Arrange a trial of a module's backward hooks, if torch is adding them to the graph. The trial
+    is made when a hook changes a gradient. Return whether torch is adding hooks.
     """
     hooks, call = hooks_being_applied()
     if hooks is None:
@@ -131,7 +132,7 @@ def watch_module_hooks(trace: Trace) -> bool:
     new = iter(call["new_tensors"])
     tensors = [next(new) if isinstance(a, Tensor) else None for a in call["args"]]
     if call["side"] == "setup_input_hook":
-        hooks.user_hooks = _careful(trace, hooks.user_hooks, [_places(tensors)])
+        hooks.user_hooks = _watched_hooks(trace, hooks.user_hooks, [_places(tensors)])
     else:
         watch_outputs(trace, hooks, tensors)
     return True
@@ -142,7 +143,7 @@ def watch_outputs(trace: Trace, hooks: BackwardHook | None, outputs: Any) -> Non
     if hooks is None:  # the forward was not called by torch's Module.__call__
         return
     places = _places(results(outputs))
-    hooks.user_pre_hooks = _careful(trace, hooks.user_pre_hooks, [places])
+    hooks.user_pre_hooks = _watched_hooks(trace, hooks.user_pre_hooks, [places])
     for hook in hooks.user_hooks:
         if isinstance(hook, _ModuleHook) and len(hook.places) == 1:
             hook.places.append(places)
@@ -154,12 +155,14 @@ def _places(tensors: Sequence[Any]) -> list[Place | None]:
     return [at if isinstance(at, Place) else None for at in marks]
 
 
-def _careful(trace: Trace, hooks: Sequence[Any], places: list[Sequence[Place | None]]) -> list[Any]:
+def _watched_hooks(
+    trace: Trace, hooks: Sequence[Any], places: list[Sequence[Place | None]]
+) -> list[Any]:
     if trace.lets_samples_meet or trace.batch <= 1:
         return list(hooks)
-    known = Known(trace)
+    kept = KeptMarks(trace)
     return [
-        h if isinstance(h, _ModuleHook) else _ModuleHook(trace, h, [*places], known) for h in hooks
+        h if isinstance(h, _ModuleHook) else _ModuleHook(trace, h, [*places], kept) for h in hooks
     ]
 
 
@@ -170,8 +173,10 @@ class _ModuleHook:
     outputs, or of the outputs alone.
     """
 
-    def __init__(self, trace: Trace, hook: Any, places: list[Sequence[Place | None]], known: Known):
-        self.trace, self.hook, self.places, self.known = trace, hook, places, known
+    def __init__(
+        self, trace: Trace, hook: Any, places: list[Sequence[Place | None]], kept: KeptMarks
+    ):
+        self.trace, self.hook, self.places, self.kept = trace, hook, places, kept
 
     def __call__(self, module: nn.Module, *grads: tuple[Any, ...]) -> Any:
         path = place(self.trace.observer.parameters.module_names.get(module, ""), module)
@@ -179,7 +184,7 @@ class _ModuleHook:
         result = self.hook(module, *grads)
         if result is None and not watch.is_written():
             return result
-        if not self.trace.verdicts.due(("module hook", id(self.hook))):
+        if not self.trace.verdicts.is_due(("module hook", id(self.hook))):
             return result
         if self._try(path, module, grads) is not Verdict.APART:
             raise MeasurementError(
@@ -203,7 +208,7 @@ class _ModuleHook:
             for (i, k, _), t in zip(where, given, strict=True):
                 new[i][k] = t.clone()
             result = self.hook(module, *map(tuple, new))
-            if result is None:  # it writes into what it is given
+            if result is None:  # it writes into its arguments
                 result = new[0]
             result = result if isinstance(result, (tuple, list)) else (result,)
             return [new[0][k] if result[k] is None else result[k] for k, _ in changed]
@@ -212,7 +217,7 @@ class _ModuleHook:
         if not changed:
             return Verdict.UNDECIDED
         output_places = [at for _, at in changed]
-        return _try_hook(self.trace, path, run, given, given_places, output_places, self.known)
+        return _try_hook(self.trace, path, run, given, given_places, output_places, self.kept)
 
 
 def _try_hook(
@@ -222,16 +227,16 @@ def _try_hook(
     grads: list[Tensor],
     places: Sequence[Place],
     output_places: Sequence[Place],
-    known: Known,
+    kept: KeptMarks,
 ) -> Verdict:
     """Return whether a hook keeps samples apart. If twice the gradient does not give twice the
     result, warn: a sample has a smaller gradient in a batch than alone.
 
-    A hook may hold tensors of the forward. So it is also run once under the tracer, with gradients
-    for constants: what it makes of these tensors must have each sample in its place.
+    A hook may hold tensors of the forward. So it also runs once under the tracer, with gradients as
+    constants: where its result depends on these tensors, each sample must be in its place.
     """
     with undisturbed():
-        if not known.keeps_apart(run, grads, output_places):
+        if not kept.keeps_apart(run, grads, output_places):
             return Verdict.MIXED
         verdict = keeps_apart(run, grads, places, output_places, needs_proof=False)
         if verdict is Verdict.APART:
@@ -242,23 +247,23 @@ def _try_hook(
 
 
 def check_arriving(
-    trace: Trace, t: Tensor, goes_on_apart: Callable[[Tensor], bool], what: str
+    trace: Trace, t: Tensor, is_separate: Callable[[Tensor], bool], what: str
 ) -> None:
-    """Test, with the gradient that arrives at a tensor, a backward that the tracer does not see: it
-    may depend on the size of the gradient. `what` names it in the message.
+    """Test a backward that the tracer does not see, once, with the gradient that arrives at a
+    tensor: what it does may depend on the size of the gradient. `what` names it in the message.
     """
     if trace.batch <= 1 or not t.requires_grad or trace.lets_samples_meet:
         return
-    path, waits = trace.observer.forward.path(), True
+    path, is_due = trace.observer.forward.path(), True
 
     def check(grad: Tensor | None) -> None:
-        nonlocal waits
-        # nothing arrives, or a trial sent it: this one, or that of another hook
-        if grad is None or not waits or is_trial_running():
+        nonlocal is_due
+        # no gradient arrived, or a trial sent it: this trial, or that of another hook
+        if grad is None or not is_due or is_trial_running():
             return
-        waits = False
+        is_due = False
         with undisturbed(), gradients_aside(trace.observer.model):
-            is_apart = goes_on_apart(grad)
+            is_apart = is_separate(grad)
         if not is_apart:
             raise MeasurementError(
                 f"varreg: in {path}, {what} mixes samples: a sample has no gradient of its own."

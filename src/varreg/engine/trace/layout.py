@@ -129,7 +129,7 @@ Where = Layout | Ragged | Single | Lost | Summed
 
 
 def as_rows(t: Tensor, dim: int = 0) -> Tensor:
-    """Return a tensor as rows of a dimension, also where there are none."""
+    """Return a tensor as a matrix with the rows of a dimension, also if there are none."""
     rows = t.movedim(dim, 0)
     return rows.reshape(len(rows), math.prod(rows.shape[1:]))
 
@@ -147,7 +147,7 @@ def _owners_of_layout(at: Layout) -> Tensor:
 def samples(t: Tensor, at: Place) -> Tensor:
     """Return the tensor with the batch in front: `[batch, …before, (outer, inner,) …after]`.
 
-    A ragged one becomes `[batch, most rows of a sample, …]`, with rows of zeros behind the rest.
+    A ragged tensor becomes `[batch, most rows, …]`: samples with fewer rows end with rows of zeros.
     """
     if isinstance(at, Single):
         return torch.zeros((at.batch, *t.shape), dtype=t.dtype, device=t.device).index_copy_(
@@ -177,7 +177,7 @@ def _padded(t: Tensor, at: Ragged) -> Tensor:
 
 
 def rows(t: Tensor, at: Place, features: int = 1) -> Tensor:
-    """Return `[batch, rows, …features]`: all of a sample but its last dimensions is a row."""
+    """Return `[batch, rows, …features]`: in each sample, all other dimensions become rows."""
     if at != (at.batch, 0, 1, 1):  # else the batch is in front already
         t = samples(t, at)
     tail = t.shape[t.dim() - features :]
@@ -214,9 +214,7 @@ def narrow(t: Tensor, at: Place, start: int, stop: int) -> Tensor | None:
 
 
 def only_sample(t: Tensor) -> Layout | Single:
-    """Return the place in a batch of one: everything belongs to the only sample, wherever its
-    dimension went.
-    """
+    """Return the place of a tensor in a batch of one sample: all elements belong to that sample."""
     return Layout(1, 0, 1, t.shape[0]) if t.dim() else Single(1, 0)
 
 
@@ -226,8 +224,9 @@ NOBODY = -1
 
 
 def numbers(t: Tensor, at: Place | None) -> Tensor:
-    """Return a tensor of `t`'s shape that holds, at each place, the number of the sample that owns
-    it. It takes no memory: all strides but one are 0. Elements of constants belong to no sample.
+    """Return a tensor of `t`'s shape that holds, for each element, the number of the sample that
+    owns it. It takes little memory: all strides but one are 0. Elements of constants belong to no
+    sample.
     """
     if at is None or isinstance(at, Single):
         value = NOBODY if at is None else at.sample
@@ -260,7 +259,7 @@ def place_of(moved: Tensor, batch: int) -> Place | None:
 def _owners_along(moved: Tensor, dim: int) -> Tensor | None:
     """Return the owner of each row along `dim`; None if a row belongs to several samples."""
     varying = [d for d, n in enumerate(moved.shape) if n > 1 and moved.stride(d) != 0]
-    if len(varying) <= 1:  # a view: one line of it says all, and nothing has to be copied
+    if len(varying) <= 1:  # a view: one line of it has all owners, and nothing is copied
         line = moved[tuple(slice(None) if d in varying else 0 for d in range(moved.dim()))].cpu()
         if varying == [dim]:
             return line

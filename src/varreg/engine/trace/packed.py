@@ -1,9 +1,10 @@
 """Packed sequences: which rows of the packed data belong to which sample.
 
 `pack_padded_sequence` sorts samples by length and puts the rows of each time step side by side:
-first all samples, then those that are still there. `batch_sizes` counts them. So with `order`, the
-samples from the longest to the shortest, step t has the rows of `order[:batch_sizes[t]]`. Of the
-states `[layers, samples, features]`, row k is that of `order[k]`.
+each step has a row for every sample whose sequence has not ended, and `batch_sizes` has their
+number. Let `order` be the samples from the longest to the shortest. Then step t has the rows of the
+samples `order[:batch_sizes[t]]`, and row k of the states `[layers, samples, features]` belongs to
+sample `order[k]`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ RECURRENT = frozenset((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu))
 
 
 def is_packed(function: Any, args: Sequence[Any]) -> bool:
-    """Return whether a recurrent layer gets packed sequences. Their second argument is the sizes;
-    without packing, it is the states.
+    """Return whether a recurrent layer gets packed sequences. Then its second argument has the
+    sizes of the steps; otherwise, the states.
     """
     if function not in RECURRENT or len(args) < 3 or not isinstance(args[1], Tensor):
         return False
@@ -33,7 +34,7 @@ def is_packed(function: Any, args: Sequence[Any]) -> bool:
 
 
 def sizes_in(function: Any, args: Sequence[Any]) -> Tensor | None:
-    """Return the argument that has the number of rows of each step, but none of their values."""
+    """Return the argument with the number of rows of each step; it has no values of the batch."""
     if function == PAD or is_packed(function, args):
         sizes = args[1]
         return sizes if isinstance(sizes, Tensor) else None

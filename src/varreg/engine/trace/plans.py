@@ -1,10 +1,10 @@
-"""Plans: what the engine found out about one call, stored for all calls of the same form. Training
-repeats the same calls in every step.
+"""Plans: what the engine found out about one call is stored, and used for all calls of the same
+form. Training repeats the same calls in every step.
 
 The form of a call is everything that decides where it takes the batch and which rule serves it: the
-function, the plain arguments, and for each tensor its shape, its type and its kind: a carrier of
-the batch (and where), a parameter or a constant. Values are not part of the form. If the result may
-depend on anything else, the call has no form, and the engine analyses it every time.
+function, the plain arguments, and the shape, type and kind of each tensor. The kind is: a carrier
+of the batch, with its place; a parameter; or a constant. Values are not part of the form. If the
+result may depend on anything else, the call has no form, and the engine analyses it every time.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def form_of(
         elif kind is slice:
             ends = (value.start, value.stop, value.step)
             if not _PLAIN.issuperset(map(type, ends)):
-                return None, tensors, ledgers  # values of a tensor say which rows
+                return None, tensors, ledgers  # values of a tensor choose the rows
             form += (slice, *ends)
         else:
             return None, tensors, ledgers
@@ -135,7 +135,7 @@ def _fits(out: Any, expected: Result | None) -> bool:
 
 
 def store_plan(plans: dict[Form, Plan], call: Call, plan: Plan, outs: Sequence[Any]) -> None:
-    """Store a plan with the marks of the results, if they hold for every call of its form."""
+    """Store a plan with the marks of the results, if they are valid for every call of its form."""
     if call.form is None or call.out is not None or goes_by_values(call):
         return
     if not is_known(call.function) and has_rows_for_samples(call):

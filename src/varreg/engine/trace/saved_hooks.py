@@ -1,5 +1,5 @@
-"""Hooks of the user's on what autograd saves for the backward (`saved_tensors_hooks`), tried: what
-comes back of a sample must not depend on others.
+"""Try a user's hooks on the tensors that autograd saves for the backward (`saved_tensors_hooks`):
+the tensor that they return for one sample must not depend on other samples.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from varreg.errors import VarregError
 
 
 def try_saved_hooks(trace: Trace, call: Call) -> None:
-    """Try the innermost hooks on saved tensors with one that carries the batch, if they are the
-    user's; raise if they mix samples. Those of torch, such as a checkpoint's, change nothing.
+    """Try the innermost hooks on saved tensors, if they are the user's, with a tensor that carries
+    the batch. Raise if they mix samples. Hooks of torch, such as those of a checkpoint, change no
+    values.
     """
     hooks = None if _torch.saved_tensors_hooks is None else _torch.saved_tensors_hooks(True)
     if hooks is None or trace.batch <= 1 or trace.lets_samples_meet:
@@ -25,7 +26,7 @@ def try_saved_hooks(trace: Trace, call: Call) -> None:
     if found is None or (_is_of_torch(pack) and _is_of_torch(unpack)):
         return
     path = trace.observer.forward.path()
-    if not trace.verdicts.due(("saved hooks", path)):
+    if not trace.verdicts.is_due(("saved hooks", path)):
         return
     (t, at) = found
     with undisturbed():

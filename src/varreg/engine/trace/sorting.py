@@ -13,7 +13,7 @@ from varreg.engine.trace.call import Call
 from varreg.engine.trace.functions import CREATORS, SHAPE_ONLY
 from varreg.engine.trace.layout import Layout, Lost, Place, Summed, Where
 from varreg.engine.trace.packed import sizes_in
-from varreg.engine.trace.trace import UNKNOWN, UNKNOWN_CONSTANT, Trace, memory_of
+from varreg.engine.trace.trace import UNKNOWN, UNKNOWN_CONSTANT, WRITTEN, Trace, memory_of
 from varreg.engine.trace.unseen import candidates_for, place
 
 
@@ -39,7 +39,7 @@ def sort_tensors(trace: Trace, call: Call) -> None:
 
 def _read_tensors(call: Call) -> Sequence[Tensor]:
     """Return the tensors whose values the function reads."""
-    if call.function in CREATORS:  # of the first argument, shape and type alone count
+    if call.function in CREATORS:  # they read no values of the first argument
         kwargs = {k: v for k, v in call.kwargs.items() if k not in ("input", "self")}
         return tensors_in(call.args[1:], kwargs)
     if call.function in SHAPE_ONLY and call.args:
@@ -53,7 +53,7 @@ def _where(trace: Trace, t: Tensor) -> Where | Derived | None:
     """
     where = mark_of(t)
     if trace.rewritten and id(t) not in trace.fresh and memory_of(t) in trace.rewritten:
-        where = Lost("something was written behind it", mixed=True)
+        where = Lost(WRITTEN, mixed=True)
     if where is None and not t.requires_grad:
         _note_unknown(trace, t)
     elif where is None:

@@ -1,4 +1,4 @@
-"""The state of one traced forward, besides the marks of its tensors."""
+"""The state of one traced forward. (Tensors themselves hold their marks: `engine/marks.py`.)"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from varreg import _torch
 from varreg.engine.marks import Derived, mark
-from varreg.engine.mechanisms.node import Ran, Recipient
+from varreg.engine.mechanisms.node import BackwardRuns, Recipient
 from varreg.engine.mechanisms.pull_back import graph_of
 from varreg.engine.refusals import refuse_gradient
 from varreg.engine.trace.arguments import results
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 UNKNOWN, UNKNOWN_CONSTANT = "a tensor of unknown origin", "a constant of unknown origin"
 UNKNOWNS = (UNKNOWN, UNKNOWN_CONSTANT)
-"""What is noted without any sign that it has to do with the batch."""
+"""Names of escapes for which nothing shows that they depend on the batch."""
+WRITTEN = "a tensor was changed by a write to another tensor that shares its memory"
+"""The reason why a tensor is lost after such a write."""
 
 
 def memory_of(t: Tensor) -> int:
@@ -40,31 +42,34 @@ def memory_of(t: Tensor) -> int:
 
 
 class Trace:
-    """The state of one traced forward, and what all parts of the tracer do with it: mark tensors,
-    note escapes, find the parameters behind a tensor, refuse.
+    """The state of one traced forward, with the methods that all parts of the tracer use: mark
+    tensors, note escapes, find the parameters behind a tensor, refuse.
     """
 
     def __init__(self, observer: Observer, verdicts: Verdicts, batch: int = 0):
         self.observer, self.verdicts = observer, verdicts
         self.batch = batch
         self.lookups: dict[int, tuple[Tensor, Any, Tensor]] = {}
-        """Rows of parameters that were looked up without a batch: result, its node, the rows."""
+        """Lookups of rows of a parameter, the same for all samples: by id of the result, the
+        result, its node, and the rows.
+        """
         self.aliases: dict[int, list[Tensor]] = {}
-        """Tensors that a detached one shares memory with, by the address of that memory."""
+        """Tensors of which a detached copy shares the memory, by the address of that memory."""
         self.escapes: dict[Escape, Range | None] = {}
         """The functions through which values of the batch left torch, each with the range of its
         numbers.
         """
         self.rewritten: dict[int, Tensor] = {}
-        """Memory whose rows changed owners, each with a tensor that keeps it."""
+        """Memory whose rows changed owners, by its address; each with a tensor that keeps it alive.
+        """
         self.fresh: set[int] = set()
         """Tensors that were marked after memory was rewritten, by id."""
-        self.backwards = Ran.backwards
+        self.backwards = BackwardRuns.backwards
         """The number of backward runs of varreg's nodes before this forward began."""
         self.has_slots = False
-        """True: a tensor of parameters has a row for each position in the batch."""
+        """True: a tensor made of parameters has one row for each position in the batch."""
         self.is_counted = False
-        """True: a call used a number that may come from the number of samples."""
+        """True: a call used a number that may have been made from the number of samples."""
         self.unseen = 0
         """The number of tensors of unknown origin so far."""
 
@@ -82,20 +87,20 @@ class Trace:
     # ---- marks -----------------------------------------------------------------------------------
 
     def mark(self, t: Tensor, where: Where | Derived) -> None:
-        """Mark a tensor; its mark is newer than what was written to its memory before."""
+        """Mark a tensor. The mark is newer than all writes to its memory so far."""
         mark(t, where)
         if self.rewritten:
             self.fresh.add(id(t))
             self.rewritten[-id(t)] = t  # kept, so that no other tensor gets its id
 
     def mark_or_refuse(self, t: Tensor, where: Where | Derived) -> None:
-        """Mark a tensor. If it has lost the batch, no gradient may arrive at it."""
+        """Mark a tensor. If it is lost, refuse a gradient that arrives at it."""
         self.mark(t, where)
         if isinstance(where, Lost):
             self.refuse_later(t, where)
 
     def mark_each(self, out: Any, where: Callable[[Tensor, int], Where | Derived | None]) -> None:
-        """Mark each result of a call as `where(result, its number)` says; None: not at all."""
+        """Mark each result of a call with `where(result, its number)`; None leaves it unmarked."""
         for i, t in enumerate(results(out)):
             if isinstance(t, Tensor) and not self.observer.parameters.ledger(t):
                 known = where(t, i)
@@ -104,8 +109,8 @@ class Trace:
 
     def escape(self, function: Any, value: Any = None) -> None:
         """Note that values of the batch leave torch, or choose where others go. When the forward
-        ends, a trial says whether they came back and made samples depend on each other. A `value`
-        of True is tried separately from False, since the code may take another branch.
+        ends, a trial finds out whether they came back and made samples depend on each other. A
+        `value` of True is tried separately from False, since the code may take another branch.
         """
         if self.batch > 1 and not self.lets_samples_meet:
             name = function if isinstance(function, str) else name_of(function)
@@ -142,8 +147,8 @@ class Trace:
         return Recipient(self.observer, t, leaves, lookup[2] if lookup and is_lookup else None)
 
     def expect(self, parameters: list[Tensor]) -> None:
-        """Note a use without gradients, inside of a forward with them: a re-entrant checkpoint will
-        run it again in the backward pass.
+        """Note a use in a block without gradients, inside of a forward with gradients: a re-entrant
+        checkpoint will run it again in the backward pass.
         """
         for t in parameters:
             for _, ledger in self.leaves(t):
@@ -194,8 +199,8 @@ class Trace:
         if not lost.mixed:
             return (
                 f"varreg: in {path}, the batch cannot be followed: {lost.why}. A gradient arrives "
-                "there, and which sample it belongs to is not known. Write the operation another "
-                "way, or detach its result if it is no part of the loss."
+                "there, and varreg does not know which sample it belongs to. Write the operation "
+                "in another way, or detach its result if it is no part of the loss."
             )
         return (
             f"varreg: in {path}, {lost.why}: a sample has no gradient of its own, and its variance "

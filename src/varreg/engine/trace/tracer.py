@@ -1,9 +1,12 @@
 """The tracer: sees every call of a torch function in an observed forward, and chooses how it runs.
 
-There are three kinds of tensors: those that carry the batch (`layout.py` says where), those made of
-parameters alone (a reparametrized weight, a position embedding before it is added), and constants.
-A call that takes one of the first and one of the second kind is a *use*. Per-sample gradients
-arise at uses, and nowhere else. A mechanism measures each use (`mechanisms/`).
+`Tracer.run_new` sorts calls by kind. `decide.py` then decides where the results of a call carry the
+batch: it knows the function, tries it, or refuses the result.
+
+There are three kinds of tensors: tensors that carry the batch (`layout.py` says where), tensors
+made of parameters alone (a reparametrized weight, a position embedding before it is added), and
+constants. A call that takes one of the first and one of the second kind is a *use*. Per-sample
+gradients arise at uses, and nowhere else. A mechanism measures each use (`mechanisms/`).
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from varreg.engine.refusals import refuse_batch_norm
 from varreg.engine.trace import checkpoints
 from varreg.engine.trace.arguments import results, tensors_in
 from varreg.engine.trace.call import Call
+from varreg.engine.trace.decide import place_result
 from varreg.engine.trace.eager import runs_as_it_is
 from varreg.engine.trace.functions import (
     CALLBACKS,
@@ -35,7 +39,7 @@ from varreg.engine.trace.functions import (
 )
 from varreg.engine.trace.gradient_hooks import register_user_hook
 from varreg.engine.trace.plans import Form, Plan, form_of
-from varreg.engine.trace.results import mark_results, place_result
+from varreg.engine.trace.results import mark_results
 from varreg.engine.trace.saved_hooks import try_saved_hooks
 from varreg.engine.trace.sorting import hides_samples, sort_tensors
 from varreg.engine.trace.trace import Trace
@@ -80,7 +84,7 @@ class Tracer(TorchFunctionMode):
     def begin(self, batch: int) -> Trace:
         """Return the state of a new forward of `batch` samples. `__enter__` begins the trace."""
         split = self.observer.grouping.key
-        if split != self._split:  # plans hold how batches are split
+        if split != self._split:  # plans depend on how batches are split
             self.plans.clear()
             self._split = split
         self.trace = Trace(self.observer, self.verdicts, batch)
@@ -149,6 +153,11 @@ class Tracer(TorchFunctionMode):
     ) -> Any:
         """Run a call that has no plan yet, and return its result. If the call has a form, make a
         plan for all calls of that form, if one plan can serve them all.
+
+        Under a transform of `torch.func` (vmap, grad) inside of the forward, a call that uses
+        parameters is refused here. Of other calls under a transform, only the result is followed,
+        as a tensor of unknown origin (`unseen.py`). `refusals.refuse_transform` refuses a transform
+        of the whole model.
         """
         trace, call = self.trace, Call(func, args, kwargs, form=form)
         if hides_samples(args):
@@ -213,8 +222,8 @@ _run_uncompiled = _torch.disable_dynamo(Tracer.__torch_function__)
 
 
 def has_foreign_mode() -> bool:
-    """Return whether a mode of the user is active, of torch functions or of the dispatcher: it may
-    change what they return.
+    """Return whether a mode of the user is active, for torch functions or for the dispatcher. Such
+    a mode may change the results of functions.
     """
     return any(
         type(mode).__module__.partition(".")[0] not in ("torch", "varreg")

@@ -1,9 +1,9 @@
 """Tensors whose origin the tracer cannot see: find their place by their autograd graph.
 
-Scripted functions, C++ extensions and a `torch.autograd.Function` make such tensors. Every gradient
-on its way to a parameter passes one of our nodes, which knows where its outputs carry the batch. So
-a trial sends gradients back to test a place: a gradient at the rows of one half of the samples must
-arrive only at rows of these samples.
+Scripted functions, C++ extensions, a `torch.autograd.Function`, and transforms of `torch.func` such
+as vmap make such tensors. Every gradient on its way to a parameter passes one of our nodes, which
+knows where its outputs carry the batch. So a trial sends gradients back to test a place: a gradient
+at the rows of one half of the samples must arrive only at rows of these samples.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from varreg.engine.frames import is_called_by
 from varreg.engine.marks import DERIVED, Derived, mark, mark_of
-from varreg.engine.mechanisms.node import Ran, places_of
+from varreg.engine.mechanisms.node import BackwardRuns, places_of
 from varreg.engine.rehearsal.pauses import gradients_aside
 from varreg.engine.trace.gradient_hooks import check_arriving, watch_module_hooks
 from varreg.engine.trace.layout import Layout, Lost, Place, Where, only_sample
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from varreg.engine.trace.trace import Trace
 
 Edge = tuple[Any, int, Place]
-"""A node, which of its outputs, and where that carries the batch."""
+"""A node, the number of one of its outputs, and where that output carries the batch."""
 Names = Callable[[Tensor], str | None]
 """The name of an observed parameter; None for any other tensor."""
 
@@ -43,10 +43,10 @@ Names = Callable[[Tensor], str | None]
 def place(trace: Trace, t: Tensor, candidates: list[Place]) -> Where | Derived:
     """Find the place of a tensor of unknown origin, mark it, and return its mark."""
     assert t.grad_fn is not None
-    trace.unseen += 1  # a part of the key: the same model meets them in the same order
+    trace.unseen += 1  # a part of the key: a model meets such tensors in the same order
     key = ("unseen", trace.unseen, t.grad_fn.name(), t.shape, t.dtype, tuple(candidates))
     where: Where | Derived | None = trace.verdicts.places.get(key)
-    if trace.verdicts.due(key) or where is None or not torch.is_grad_enabled():
+    if trace.verdicts.is_due(key) or where is None or not torch.is_grad_enabled():
         with undisturbed(), gradients_aside(trace.observer.model):
             where = place_unseen(t, trace.batch, candidates, trace.name_unseen)
         if isinstance(where, Place):
@@ -75,10 +75,10 @@ def check_input(trace: Trace, t: Tensor, where: Where) -> Where:
         return where
     if not isinstance(where, Place):
         return where
-    if trace.verdicts.due(("input", t.grad_fn.name(), t.shape)):
+    if trace.verdicts.is_due(("input", t.grad_fn.name(), t.shape)):
         with undisturbed(), gradients_aside(trace.observer.model):
             if are_mixed(t, where, trace.name_unseen):
-                why = "samples of an input met, or changed places, before it came"
+                why = "an earlier forward mixed the samples of an input, or their order"
                 return Lost(why, mixed=True)
     return where
 
@@ -88,8 +88,8 @@ def place_unseen(
 ) -> Place | Lost | Derived:
     """Return where a tensor of unknown origin carries the batch, or that it is made of parameters.
 
-    `name_of` returns the name of an observed parameter. A parameter that was used on the way has no
-    moments, and a warning will say so.
+    `name_of` returns the name of an observed parameter. A parameter that the unseen operation used
+    has no moments, and a warning will say so.
     """
     edges, parameters = _origins(t, name_of)
     if not edges:
@@ -108,15 +108,15 @@ _FOR_SEVERAL = torch.autograd.graph.register_multi_grad_hook.__code__
 
 
 def hand_out(trace: Trace, t: Tensor) -> Any:
-    """Return the node of a tensor that carries the batch to the user, who may register hooks on it
-    or on nodes behind it. A trial tests them when a gradient arrives.
+    """Return the node of a tensor that carries the batch. The user, who asked for it, may register
+    hooks on it or on nodes behind it. A trial tests these hooks when a gradient arrives.
     """
     node, at = t.grad_fn, mark_of(t)
     if node is None or not isinstance(at, Place) or watch_module_hooks(trace):
         return node
     if is_called_by(_FOR_SEVERAL):  # it only asks whether the node will run
         return node
-    if trace.verdicts.due(("grad_fn", trace.observer.forward.path(), node.name(), t.shape)):
+    if trace.verdicts.is_due(("grad_fn", trace.observer.forward.path(), node.name(), t.shape)):
         check_arriving(
             trace,
             t,
@@ -127,8 +127,9 @@ def hand_out(trace: Trace, t: Tensor) -> Any:
 
 
 def sends_back(t: Tensor, place: Place, name_of: Names, grad: Tensor, deep: bool = False) -> bool:
-    """Return whether the gradient of a tensor is propagated as the sum of its parts: up to our next
-    nodes, or, if `deep`, to all nodes behind them.
+    """Return whether the backward from a tensor keeps samples apart: a gradient for some samples
+    alone must give these samples the same gradients as before. The test covers the graph up to our
+    next nodes or, if `deep`, all nodes behind them.
     """
     edges, _ = _origins(t, name_of, deep)
     try:
@@ -146,18 +147,18 @@ def sends_back(t: Tensor, place: Place, name_of: Names, grad: Tensor, deep: bool
 
 
 def _send(t: Tensor, grad: Tensor, edges: list[Edge], deep: bool) -> list[Tensor | None]:
-    """Send a gradient back, and return what arrives at each edge; if `deep`, also what the node
-    there is given: a hook on the node itself runs in between.
+    """Send a gradient back. Return the gradient that arrives at each edge; if `deep`, also the
+    gradient that its node receives: a hook on the node runs in between.
     """
     ends = [torch.autograd.graph.GradientEdge(node, number) for node, number, _ in edges]
-    if deep:  # behind them, so that they run
+    if deep:  # ends behind our nodes, so that these run
         ends += [torch.autograd.graph.GradientEdge(node, 0) for node in _accumulators(t)]
     received: dict[int, Sequence[Tensor | None]] = {}
-    Ran.received = received
+    BackwardRuns.received = received
     try:
         arrived = torch.autograd.grad([t], ends, [grad], retain_graph=True, allow_unused=True)
     finally:
-        Ran.received = None
+        BackwardRuns.received = None
     given = [received.get(id(node), ()) for node, _, _ in edges] if deep else []
     inside = [g[n] if n < len(g) else None for g, (_, n, _) in zip(given, edges, strict=False)]
     return [*arrived[: len(edges)], *inside]

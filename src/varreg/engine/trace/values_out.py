@@ -45,8 +45,8 @@ def lets_values_out(trace: Trace, call: Call, out: Any) -> bool:
 
 
 def _reads_number(call: Call) -> bool:
-    """Return whether a whole number of the batch may be read as a size or a position: torch takes a
-    tensor without dimensions for a number.
+    """Return whether a whole number of the batch may be read as a size or a position: torch accepts
+    a tensor without dimensions as a number.
     """
     if not takes_numbers(call.function):
         return False
@@ -68,19 +68,19 @@ def note_failure(trace: Trace, func: Any, args: Any, kwargs: Any, error: Excepti
 
 
 def run_callback(trace: Trace, call: Call) -> Any:
-    """Run, once, a function that hands the elements of the batch to a function of Python's; mark
-    its result, and return it.
+    """Run, once, a function that passes the elements of the batch to a Python function. Mark its
+    result, and return it.
     """
     trace.escape(call.function)
     out, places = call.run(), [at for _, at in call.carriers]
     is_alike = len(places) == len(call.tensors()) and all(at == places[0] for at in places)
-    trace.mark(out, places[0] if is_alike else Lost(f"{call.name} calls a function of Python's"))
+    trace.mark(out, places[0] if is_alike else Lost(f"{call.name} calls a Python function"))
     return out
 
 
 def is_size_of_sequences(trace: Trace, call: Call) -> bool:
-    """Return whether the value is the number of packed sequences, which torch's recurrent layers
-    read.
+    """Return whether the value is the number of packed sequences, read by a recurrent layer of
+    torch.
     """
     if call.carriers:
         return False

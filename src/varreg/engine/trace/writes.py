@@ -25,7 +25,7 @@ from varreg.engine.trace.layout import (
     only_sample,
     place_of,
 )
-from varreg.engine.trace.trace import Trace, memory_of
+from varreg.engine.trace.trace import WRITTEN, Trace, memory_of
 from varreg.engine.trace.trial import Verdict
 
 
@@ -69,7 +69,7 @@ def _place_written(trace: Trace, call: Call, t: Tensor) -> Where:
     places = {id(x): at for x, at in call.carriers if id(x) not in index}
     choosers = [(x, at) for x, at in call.carriers if id(x) in index] if trace.batch > 1 else []
     target = places.get(id(t))
-    if not choosers and _stays(trace, call, t, places):
+    if not choosers and _keeps_owners(trace, call, t, places):
         assert target is not None
         return target
     writes_constant = not any(id(a) in places for a in data[1:])
@@ -111,10 +111,8 @@ def _check_choosers(
     return place
 
 
-def _stays(trace: Trace, call: Call, t: Tensor, places: dict[int, Place]) -> bool:
-    """Return whether each row is written over a row of the same sample. This check makes no
-    copy.
-    """
+def _keeps_owners(trace: Trace, call: Call, t: Tensor, places: dict[int, Place]) -> bool:
+    """Return whether each row replaces a row of the same sample. This check makes no copy."""
     target, value = places.get(id(t)), call.args[-1] if len(call.args) > 1 else None
     is_plain = call.function is Tensor.__setitem__ and not tensors_in([call.args[1]], {})
     if not (isinstance(value, Tensor) and (is_plain or call.function is Tensor.copy_)):
@@ -122,7 +120,7 @@ def _stays(trace: Trace, call: Call, t: Tensor, places: dict[int, Place]) -> boo
     at = places.get(id(value))
     if not isinstance(target, Layout | Ragged) or not isinstance(at, Layout | Ragged):
         return False
-    # the same index on sample numbers shows the owners of the rows that are written to
+    # the same index, applied to sample numbers, shows the owners of the written rows
     region = numbers(t, target)[call.args[1] if is_plain else ...]
     place = place_of(region, trace.batch) if region._is_view() else None
     if not isinstance(place, Layout | Ragged) or region.dim() < value.dim():
@@ -130,7 +128,7 @@ def _stays(trace: Trace, call: Call, t: Tensor, places: dict[int, Place]) -> boo
     return place == at._replace(dim=at.dim + region.dim() - value.dim())
 
 
-# ---- what shares memory with what was written ----------------------------------------------------
+# ---- tensors that share memory with a written tensor ---------------------------------------------
 
 
 def mark_written(trace: Trace, call: Call) -> None:
@@ -143,13 +141,14 @@ def mark_written(trace: Trace, call: Call) -> None:
     for t in targets:
         where = mark_of(t)
         if isinstance(where, Summed):
-            where = Lost("a sum over the batch was written into it", mixed=True)
+            where = Lost("a sum over the batch was written into a tensor", mixed=True)
         if isinstance(where, Place | Lost) and call.function not in RESHAPERS:
             _mark_aliases(trace, t, where)
-    # an operator from outside of torch: its schema says that it writes, not what
+    # the schema of an operator from outside of torch says which arguments it writes to, not what it
+    # writes
     for i in written_arguments(call.function):
         if i < len(call.args) and isinstance(call.args[i], Tensor):
-            lost = Lost(f"{call.name} writes into it", mixed=True)
+            lost = Lost(f"{call.name} writes into a tensor", mixed=True)
             mark(call.args[i], lost)
             trace.refuse_later(call.args[i], lost)
 
@@ -163,7 +162,7 @@ def _mark_aliases(trace: Trace, t: Tensor, place: Place | Lost) -> None:
     for other in trace.aliases.get(memory_of(t), ()):
         if other is not t:
             is_same = other.shape == t.shape and other.stride() == t.stride()
-            lost = Lost("something was written behind it", mixed=True)
+            lost = Lost(WRITTEN, mixed=True)
             trace.mark_or_refuse(other, place if is_same else lost)
 
 
@@ -173,15 +172,15 @@ def _mark_base(trace: Trace, t: Tensor, place: Place | Lost) -> None:
     before = mark_of(base)
     if isinstance(before, Lost) or isinstance(place, Lost) or not _counts_alike(t, base):
         is_lost = isinstance(place, Lost)
-        trace.mark_or_refuse(base, place if is_lost else Lost("a view of it was written to"))
+        trace.mark_or_refuse(base, place if is_lost else Lost("a view of a tensor was written to"))
         return
-    # do to the base's sample numbers what was done to its data, in the same strides
+    # write to the sample numbers of the base as the call wrote to its data, with the same strides
     values = numbers(base, before if isinstance(before, Place) else None)
     owners = values.new_empty_strided(base.shape, base.stride()).copy_(values)
     offset = t.storage_offset() - base.storage_offset()
     owners.as_strided(t.shape, t.stride(), offset).copy_(numbers(t, place))
     at = place_of(owners, trace.batch)
-    trace.mark_or_refuse(base, at or Lost("a view of it was written to", mixed=True))
+    trace.mark_or_refuse(base, at or Lost("a view of a tensor was written to", mixed=True))
 
 
 def _counts_alike(t: Tensor, base: Tensor) -> bool:
@@ -212,7 +211,7 @@ def writes_parameter(trace: Trace, call: Call) -> bool:
 def lose_written(trace: Trace, call: Call) -> Any:
     """Run a call that writes values of the batch into a parameter. Mark the parameter as lost."""
     out = call.run()
-    lost = Lost("a parameter was written with what the batch says", mixed=True)
+    lost = Lost("values of the batch were written into a parameter", mixed=True)
     for t in (call.args[0], *trace.aliases.get(memory_of(call.args[0]), ())):
         mark(t, lost)
     return out

@@ -1,15 +1,16 @@
-"""Known functions: the place of the batch in their outputs follows exactly from their arguments.
+"""Known functions: where their outputs carry the batch follows exactly from their arguments.
 
 The decorator `@follows(...)` lists the functions: elementwise ones here, functions that move data
 in `moves.py`, reductions and products in `contractions.py`, layers in `layers.py`. The sets of
-functions that they name, as ELEMENTWISE and MOVERS, are in `trace/functions.py`.
+functions that these files name, such as ELEMENTWISE and MOVERS, are in `trace/functions.py`.
 
 A function that only moves data runs on sample numbers in place of the data, with all its other
-arguments: the samples are where the numbers come out. A reduction runs on a small tensor in which
-only the batch's dimension has its size. So torch itself interprets `dim`, `axis`, positions and
+arguments: each sample is where its number ends up. A reduction runs on a small tensor in which only
+the batch's dimension has its size. So torch itself interprets `dim`, `axis`, positions and
 keywords.
 
-A function that is not known gets a `Guess`, which a trial decides (`trial/`).
+`trace/decide.py` looks a function up in `KNOWN`. A function that is not there gets a `Guess`, and a
+trial decides (`trial/`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from varreg.engine.trace.layout import Lost, Place, Single
 
 
 class Guess(NamedTuple):
-    """Possible places of the batch in an output; a trial decides. If all fail, it has no batch."""
+    """Possible places of the batch in an output. A trial decides; if all fail, the output has no
+    batch.
+    """
 
     places: tuple[Place, ...]
 
@@ -55,8 +58,15 @@ def follows(*functions: Any) -> Callable[[Follow], Follow]:
     return add
 
 
+def is_known(function: Any) -> bool:
+    """Return whether the place of the output of a function is derived exactly, and not guessed."""
+    return function in KNOWN
+
+
 def guess(carriers: Carriers, out: Tensor) -> Guess:
-    """Return the places that the sizes allow: that of the argument first, then any of its size."""
+    """Return the places that the sizes allow: first the dimension of the argument, then any
+    other.
+    """
     places: dict[Place, None] = {}
     for x, at in carriers:
         if isinstance(at, Single):
@@ -70,7 +80,7 @@ def guess(carriers: Carriers, out: Tensor) -> Guess:
 
 
 def mixing(call: Call) -> Lost:
-    """Return the place of an output that combines samples: lost."""
+    """Return the mark of an output that combines samples: lost."""
     return Lost(f"{call.name} combines samples with each other", mixed=True)
 
 

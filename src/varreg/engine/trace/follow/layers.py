@@ -102,13 +102,13 @@ def _images(call: Call, out: Tensor, which: int) -> Destination:
 
 @follows(F.pad)
 def _pad(call: Call, out: Tensor, which: int) -> Destination:
-    """Place the output of padding, which is given by pairs of numbers from the last dimension
-    on.
+    """Place the output of padding. Its argument has a pair of numbers for each padded dimension,
+    from the last one on.
     """
-    padded = call.argument(1, "pad")
+    pairs = call.argument(1, "pad")
     return (
-        _kept(call, out, len(padded) // 2)
-        if isinstance(padded, (list, tuple))
+        _kept(call, out, len(pairs) // 2)
+        if isinstance(pairs, (list, tuple))
         else guess(call.carriers, out)
     )
 

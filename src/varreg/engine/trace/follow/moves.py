@@ -17,9 +17,12 @@ from varreg.engine.trace.follow.known import Destination, Gone, Guess, follows, 
 from varreg.engine.trace.functions import (
     ADDERS,
     BY_INDEX,
+    ELEMENTWISE,
     MOVERS,
     PUTS,
     RESHAPES,
+    SHAPE_ONLY,
+    UNARY,
     VARIADIC,
     WRITERS,
 )
@@ -54,8 +57,24 @@ def index_of(call: Call) -> list[Tensor]:
     return [t for t in _all_tensors(call) if id(t) not in data]
 
 
+def goes_by_values(call: Call) -> bool:
+    """Return whether values (of an index) decide where the batch goes. Otherwise, shapes and plain
+    arguments decide.
+    """
+    if call.function in MOVERS:
+        return bool(index_of(call)) and call.function not in SHAPE_ONLY
+    if call.function in ELEMENTWISE or call.function in UNARY:
+        return False
+    carriers = {id(x) for x, _ in call.carriers}
+    return any(_is_integer(t) and id(t) not in carriers for t in call.tensors())
+
+
+def _is_integer(t: Tensor) -> bool:
+    return not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)
+
+
 def _all_tensors(call: Call) -> list[Tensor]:
-    """Return the tensors among the arguments, those in nested tuples too."""
+    """Return the tensors among the arguments, also those in nested tuples."""
     tensors = call.tensors()
     for a in call.args:  # x[(slice, index)]
         if isinstance(a, (list, tuple)):

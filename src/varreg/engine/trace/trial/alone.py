@@ -28,8 +28,7 @@ def depends_on_number(
     inputs: Sequence[tuple[Tensor, Place]],
     outputs: Sequence[tuple[int, Where]],
 ) -> bool:
-    """Return whether the outputs of some sample differ from those of a forward with this sample
-    alone.
+    """Return whether the outputs of some sample change in a forward with this sample alone.
 
     Return False if such a forward cannot run, or if its result is random.
     """

@@ -44,9 +44,9 @@ def try_forward(
     """Return the verdict on the outputs of `module.forward`; if it is undecided, also the reason.
 
     Outputs are named by their position among all returned tensors. A `thorough` trial is also made
-    with other parameters, since a gate that is still zero would hide the effect of values. If
-    samples `can_reorder`, their outputs must be reordered in the same way: nothing in the model
-    depends on the position of a sample.
+    with other parameters, since a gate that is still zero would hide the effect of values. With
+    `can_reorder`, nothing in the model depends on the position of a sample: if the samples are
+    reordered, the outputs must be reordered in the same way.
     """
     module = unwrap(module)
     places = [place for _, place in inputs]
@@ -134,7 +134,7 @@ def _try_rows(
         run, given, places, output_places, needs_proof=False, padded=True, few=few
     )
     if verdict is not Verdict.APART:
-        return verdict, "it does not take samples in another order"
+        return verdict, "it does not accept samples in another order"
     if not stays_among_copies(run, given, places, output_places, COPIES[0 if thorough else 1]):
         return Verdict.MIXED, ""
     if thorough and can_reorder:

@@ -36,7 +36,7 @@ _seed, _trials = _Seed(), _Trials()
 
 
 def is_trial_running() -> bool:
-    """Return whether a trial runs in this thread, whose random numbers must not count as the
+    """Return whether a trial runs in this thread. Its random numbers must not count as the
     user's.
     """
     return _trials.number > 0
@@ -51,7 +51,7 @@ class Verdict(enum.Enum):
 
 
 def splits(batch: int) -> Iterator[Tensor]:
-    """Yield masks of samples: for any two there is one that holds the first and not the second."""
+    """Yield masks of samples. For any two samples, some mask has the first and not the second."""
     code = torch.randperm(batch, device="cpu")
     for bit in range(max(batch - 1, 1).bit_length()):  # two samples differ in some bit
         side = (code >> bit) % 2 == 1
@@ -149,7 +149,7 @@ def spread(t: Tensor) -> float:
 
 
 def random_like(t: Tensor, positive: bool, below: int = 0) -> Tensor:
-    """Return random values of the type and size of a tensor's values.
+    """Return random values with the shape, type and spread of a tensor.
 
     Whole numbers are drawn from those of the tensor, or below a limit.
     """

@@ -78,7 +78,7 @@ def _try_gradients(
             needs_proof=False,
         )
         if verdict is Verdict.UNDECIDED and values is random:
-            continue  # it does not take them
+            continue  # the function does not accept random values
         if verdict is not Verdict.APART:
             return verdict
     return Verdict.APART
@@ -129,7 +129,7 @@ def _follows_order(
                 forward, run_otherwise, values, places, [there], other_order, rounding
             ):
                 return False
-        except FAILURES:  # it does not take such values
+        except FAILURES:  # the function does not accept such values
             continue
     return True
 

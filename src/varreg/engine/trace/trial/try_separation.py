@@ -52,8 +52,8 @@ def keeps_apart(
     With `needs_proof`, the output of every sample must change with its values in at least one
     trial. Otherwise, an output that never changes counts as a constant, as it may be in a model.
     Integers may have any value `below` a limit. Outputs may be `padded` to the size of the longest
-    sample, with padding that is the same for all. With `few`, only so many pairs of splits are
-    tried, if each run is expensive.
+    sample, with padding that is the same for all. If runs are expensive, `few` limits the number of
+    pairs of splits.
     """
     moved = [torch.zeros(places[0].batch, dtype=torch.bool, device="cpu") for _ in output_places]
     tried = exchanges = 0
@@ -82,9 +82,9 @@ def _at_hand(inputs: list[Tensor], places: Sequence[Place]) -> Draw:
 def _draws(inputs: list[Tensor], places: Sequence[Place], below: int) -> Iterator[Draw]:
     """Yield values to try, each with the values that replace them.
 
-    The given values are replaced by those of other samples, and by random ones, since an exchange
-    of two samples alone does not reveal every dependence on their order. Then random values of
-    several sizes follow, in several rounds, since few samples can be exchanged in few ways only.
+    The values of other samples replace the given values; then random values do, since an exchange
+    of two samples does not reveal every dependence on their order. Then random values of several
+    sizes follow, in several rounds, since few samples can be exchanged in few ways only.
     """
 
     def random(size: float, positive: bool = False, below: int = 0) -> list[Tensor]:
@@ -140,7 +140,7 @@ def stays_among_copies(
 ) -> bool:
     """Return whether a sample's outputs stay the same when all other samples become copies of it.
 
-    This finds what an exchange cannot: a branch that is taken only if samples differ.
+    This finds a branch that is taken only if samples differ, which an exchange does not find.
     """
     if not all(isinstance(place, Layout) for place in places):
         return True

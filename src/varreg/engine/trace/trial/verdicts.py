@@ -1,11 +1,11 @@
-"""The verdicts of trials, and the calls that each holds for.
+"""The verdicts of trials, and for which calls a verdict is valid.
 
-A verdict holds for calls of the same kind: the function, its plain arguments, and for each tensor
-its type, its shape and what it is (where it carries the batch, or that it is a constant). After
-eight different sizes have passed, the size is assumed to make no difference, except for batches of
-up to four samples: a function may treat a small number as a special case. If values of a constant
-may decide (an index, a mask, an adjacency as long as the batch; or any constant whose other values
-change the verdict), the verdict is not stored.
+A verdict is valid for calls of the same kind: with the same function and plain arguments, and
+tensors of the same types, shapes and places. (A constant has no place.) After eight different sizes
+have passed, the size is assumed to make no difference, except for batches of up to four samples: a
+function may treat a small number as a special case. If values of a constant may decide (an index, a
+mask, an adjacency as long as the batch; or any constant whose other values change the verdict), the
+verdict is not stored.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Verdicts:
     def __init__(self) -> None:
         self._verdicts: dict[Any, Any] = {}
         self._passed: dict[Any, set[Any]] = {}  # sizes that have passed, by kind
-        self._times: dict[Any, int] = {}  # number of calls of `due`, by subject
+        self._times: dict[Any, int] = {}  # number of calls of `is_due`, by subject
         self._ranges: dict[Escape, Range] = {}  # of numbers that left torch
         self.places: dict[Any, Place] = {}  # of tensors of unknown origin
 
-    def due(self, key: Any) -> bool:
+    def is_due(self, key: Any) -> bool:
         """Return whether a subject is to be tried at this call.
 
         It is in the first four calls, then in the 8th, 16th, 32nd … call: a behaviour that may
@@ -55,9 +55,9 @@ class Verdicts:
         return times <= EARLY or times & (times - 1) == 0
 
     def is_record(self, key: Escape, numbers: Range | None) -> bool:
-        """Return whether numbers that left torch are to be tried because they are larger or smaller
-        than all before: code may take another branch beyond some limit. The first 16 such times
-        count, and then the 32nd, 64th, …, since some numbers grow in every step.
+        """Return whether to try numbers that left torch because they are larger or smaller than all
+        earlier ones: code may take another branch beyond some limit. The first 16 such numbers are
+        tried, then the 32nd, 64th, …, since some numbers grow in every step.
         """
         if numbers is None:
             return False
@@ -70,7 +70,7 @@ class Verdicts:
         return times <= RECORDS or times & (times - 1) == 0
 
     def is_early(self, key: Any) -> bool:
-        """Return whether a subject came up four times at most."""
+        """Return whether a subject was looked up four times at most."""
         return self._times.get(key, 0) <= EARLY
 
     def forget(self, key: Any) -> None:
@@ -88,8 +88,8 @@ class Verdicts:
         return verdict
 
     def of_values(self, call: Call, there: Place, which: int) -> Verdict:
-        """Return the same for these values of the tensors, which may decide: a trial is made each
-        time.
+        """Return the same for the given values of all tensors. Make a trial each time, since values
+        may decide.
         """
         with undisturbed():
             return try_call(call, there, which)
