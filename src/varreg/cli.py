@@ -20,8 +20,8 @@ except ImportError as error:  # the core needs torch alone
         f"varreg: the command line needs the lab ({error}): pip install 'varreg[lab]'"
     ) from None
 
-# Each command imports what it needs, since torch takes seconds to import: so `--help` and the first
-# line of a command appear at once.
+# Each command imports its modules itself, since torch takes seconds to import. So `--help` and the
+# first line of a command appear at once.
 
 app = typer.Typer(
     help="How much do the samples of a mini-batch disagree about a gradient, and does it help to "
@@ -69,7 +69,7 @@ def common(
         typer.Option("--version", callback=print_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    """Do what all commands have in common."""
+    """Take the options that all commands have in common."""
 
 
 def say(words: str) -> None:
@@ -198,8 +198,8 @@ def reproduce(
     data_dir: Data = None,
     out: Out = None,
 ) -> None:
-    """Repeat the paper's experiment, with the control that explains its result: SGD with a learning
-    rate as much larger as λ made the step.
+    """Repeat the paper's experiment, with the control that explains its result: SGD whose learning
+    rate is multiplied by the mean λ, so that its steps are as long.
     """
     say(f"reproduce {name}")
     from varreg.lab.experiments.conduct import conduct
@@ -261,8 +261,8 @@ def theory(
         Path, typer.Option("--out", "-o", help="The folder for figures and report.")
     ] = Path("runs/theory"),
 ) -> None:
-    """Check the paper's claims, one by one, and what the best regularizer in hindsight would gain;
-    a minute, and no data is needed.
+    """Check the paper's claims, one by one, and compute what the best regularizer in hindsight
+    would gain. It takes a minute, and needs no data.
     """
     say("theory: checks of the paper's claims")
     from varreg.lab.experiments.conduct import conduct_theory
@@ -330,8 +330,8 @@ def bench(
     ] = False,
     json: Annotated[Path | None, typer.Option(help="Also write all of it to this file.")] = None,
 ) -> None:
-    """Measure what variance regularization costs here: a whole training step over that of torch's
-    optimizer; on our models, or on yours.
+    """Measure the cost of variance regularization on this machine: the time of a whole training
+    step over that with torch's optimizer, for varreg's models or for yours.
     """
     look_here(model, batch, loss)
     say("bench: the moments are checked first, then steps are timed")
@@ -396,7 +396,7 @@ def batch_sizes(text: str | None, option: str = "--plan") -> list[int]:
         ) from None
 
 
-@app.command(short_help="The page of a folder again, from what was saved.")
+@app.command(short_help="Build the page of a folder again, from saved results.")
 def report(
     folder: Annotated[
         Path,
@@ -413,7 +413,7 @@ def report(
     print(f"\nReport: {page}")
 
 
-@app.command(name="list", short_help="The tasks and optimizers that there are.")
+@app.command(name="list", short_help="The available tasks and optimizers.")
 def list_() -> None:
     """List the available tasks and optimizers."""
     from varreg.lab.listing import listing
