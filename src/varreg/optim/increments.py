@@ -66,8 +66,7 @@ class Increment:
     """The increment δ̄ of an optimizer with certain options. The base moves to x' = x − lr·δ̄,
     apart from decoupled weight decay.
 
-    Variance and kernel belong together: an increment without a kernel of its own is computed by
-    PyTorch.
+    Variance and kernel belong together. PyTorch computes an increment that has no kernel.
     """
 
     variance: Callable[[ParameterStep], tuple[Tensor, Tensor]]

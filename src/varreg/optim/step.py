@@ -189,7 +189,7 @@ def _move(steps: list[ParameterStep], scales_decay: bool) -> None:
         if group.get("decoupled_weight_decay") and not scales_decay:
             _torch.foreach_mul_into(x, 1 - float(group["lr"]) * float(group["weight_decay"]))
         x = [t.to(dtype) for t in x]
-        # one λ for a tensor has no shape of its own
+        # a single λ for a tensor is a scalar
         lams = [step.lam.expand(step.p.shape) for step in alike]
         _torch.foreach_lerp_into(x, [p.to(dtype) for p in there], lams)
         _torch.foreach_copy(there, x)
