@@ -1,1 +1,1 @@
-"""Measurements: a speed is a ratio to a plain training step, interleaved in one run."""
+"""Measurements. A speed is the ratio to a plain training step; both run in turn, in one process."""

@@ -1,5 +1,5 @@
-"""What observing costs under torch.compile: an observed and compiled step over a plain and compiled
-one.
+"""Measure the cost of observing under torch.compile: the time of an observed, compiled step over
+that of a plain, compiled one.
 
     .venv/bin/python -m benchmarks.compiled    # some minutes
 
@@ -77,7 +77,7 @@ class Training:
 
 
 def check(case: Case) -> None:
-    """Raise unless compiled and eager models have the same moments, to what rounding leaves."""
+    """Raise unless compiled and eager models have the same moments, up to rounding."""
     one, other = Training(case, True), Training(case, True)
     other.call = other.model
     for training in (one, one, other):  # the first compiled step is still eager

@@ -1,5 +1,5 @@
-"""What variance regularization costs under DistributedDataParallel and fully_shard: a step over the
-plain one, and the bytes that are reduced.
+"""Measure the cost of variance regularization under DistributedDataParallel and fully_shard: the
+time of a step over that of a plain one, and the bytes that are reduced.
 
     .venv/bin/python -m benchmarks.distributed             # about three minutes
 

@@ -1,4 +1,4 @@
-"""What the first observed step takes: trials and plans are in it.
+"""Measure the time of the first observed step, which includes trials and plans.
 
     .venv/bin/python -m benchmarks.first_step        # about a minute
 

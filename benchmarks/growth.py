@@ -1,16 +1,17 @@
-"""Whether the cost grows with the work: batch, width, sequence and depth, each from small to large;
-and memory over the batch.
+"""Measure how the relative cost changes as a model grows: in batch, width, sequence and depth, each
+from small to large; and memory over the batch.
 
     .venv/bin/python -m benchmarks.growth            # about twelve minutes
     .venv/bin/python -m benchmarks.growth --draw     # the figures alone, from what was saved
 
 Figures go to `docs/results/speed/`.
 
-A step with VRSGD (momentum 0.9) over one with torch.optim.SGD, and the second moments of other
-tools over the same: medians of paired ratios, interleaved in one run for each point. A tool is
-compared with a loop over samples at the first point of each line, and left out of it where it
-raises or is wrong; from where a step of it takes too long or needs too much memory, it is left out
-too. What was left out is in the file with its reason.
+The figures are the time of a step with VRSGD (momentum 0.9), and of a step with the second moments
+of another tool, over that of a step with torch.optim.SGD: medians of paired ratios, interleaved in
+one run for each point. At the first point of each line, a tool is compared with a loop over
+samples; if it raises or is wrong, it is left out of the line. It is also left out from the point on
+at which its step takes too long or needs too much memory. The file names the tools that were left
+out, with the reasons.
 """
 
 from __future__ import annotations

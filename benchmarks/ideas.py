@@ -1,11 +1,11 @@
-"""What one idea brings: a training step with varreg as it was before, and as it is now.
+"""Measure the effect of one change: the time of a training step with varreg before and after it.
 
     .venv/bin/python -m benchmarks.ideas --before ../before --idea "S shares memory with p.grad"
 
 `--before` is another checkout of this repository. Each of the two runs in a process of its own, and
 they take turns: a round is a plain step, one with exact moments and one with eight groups in the
 first, then the same in the second, in a new order each time. A ratio is that of a step to the plain
-one of its own round and process. So what slows the machine down for a while slows all of them.
+step of the same round and process. So a temporary slowdown of the machine affects all of them.
 Memory is the peak of a fresh process over that of plain training. The result is added to
 `benchmarks/results/ideas.json`, in place of an earlier one of the same name.
 

@@ -1,14 +1,14 @@
-"""Keep of a results folder what the docs show: its numbers, and the figures that pages embed.
+"""Keep the parts of a results folder that the docs show: its numbers, and embedded figures.
 
     varreg compare SGD VRSGD --out runs/demo
     python -m benchmarks.keep runs/demo docs/results/demo
     python -m benchmarks.keep runs/stream-1 docs/results/stream-1 curves-steps sensitivity
     python -m benchmarks.keep benchmarks/results/bench.json benchmarks/results/bench.json
 
-The numbers are all of `results.json`, one record per line, but for the folder in its command.
-Figures are named without `.svg`; they are the same pictures without what a browser does not need:
-unused names, the seventh digit of a coordinate. Pages, tables and other figures are left out: the
-command in `results.json` makes them.
+The numbers are all of `results.json`, one record per line, except for the folder in its command.
+Figures are named without `.svg`. They are the same pictures, without parts that a browser does not
+need, such as unused names and the seventh digit of a coordinate. Pages, tables and other figures
+are left out: the command in `results.json` makes them again.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def compact(value: Any, depth: int = DEPTH) -> str:
 
 
 def without_out(command: str) -> str:
-    """Return a command without the folder of its results, which is none of a reader's.
+    """Return a command without the folder of its results, which readers do not need.
 
     >>> without_out("varreg compare SGD VRSGD --out runs/demo --jobs 1")
     'varreg compare SGD VRSGD --jobs 1'

@@ -1,4 +1,4 @@
-"""What the lab's loop adds to a bare one over preloaded tensors.
+"""Measure the overhead of the lab's training loop over a bare loop on preloaded tensors.
 
     .venv/bin/python -m benchmarks.lab_loop              # about three minutes
 

@@ -1,4 +1,5 @@
-"""Kernels that a training step launches on an accelerator, and where it waits, over plain training.
+"""Count the kernels that a training step launches on an accelerator, and its waits, beside those of
+plain training.
 
     python -m benchmarks.launches    # print the table, and save benchmarks/results/launches.json
 

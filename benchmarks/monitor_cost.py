@@ -1,4 +1,4 @@
-"""What the monitor costs: training with it over training with the observer alone.
+"""Measure the cost of the monitor: training with it over training with the observer alone.
 
     .venv/bin/python -m benchmarks.monitor_cost        # two minutes; writes results/monitor.json
 

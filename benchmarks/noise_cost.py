@@ -1,4 +1,4 @@
-"""What the noise scale and AdaScale cost: their time as a share of a training step.
+"""Measure the cost of the noise scale and AdaScale: their time as a share of a training step.
 
     .venv/bin/python -m benchmarks.noise_cost --out benchmarks/results/noise.json  # half a minute
 

@@ -1,5 +1,5 @@
-"""Is the noise scale right while a model trains? `NoiseScale`, and what others use, against 5,000
-samples.
+"""Check the noise scale while a model trains: compare `NoiseScale` and other estimates with the
+truth from 5,000 samples.
 
     .venv/bin/python -m benchmarks.noise_truth                  # half an hour on two cores
     .venv/bin/python -m benchmarks.noise_truth --report         # the table, from what is saved

@@ -1,4 +1,4 @@
-"""What the norms of single samples cost: a training step with them over one without.
+"""Measure the cost of the norms of single samples: a training step with them over one without.
 
     .venv/bin/python -m benchmarks.norms_cost --out norms.json       # a minute
 

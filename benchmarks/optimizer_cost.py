@@ -1,5 +1,5 @@
-"""What a regularized update costs: its time as a share of a whole plain training step, and the
-memory of its state.
+"""Measure the cost of a regularized update: its time as a share of a whole plain training step, and
+the memory of its state.
 
     .venv/bin/python -m benchmarks.optimizer_cost              # about a minute for each workload
 

@@ -1,4 +1,4 @@
-"""Every tool that can give the second moment of per-sample gradients, on every workload,
+"""Compare all tools that compute the second moment of per-sample gradients, on every workload,
 interleaved in one run.
 
     make bench                                      # all workloads, about 10 minutes

@@ -1,4 +1,4 @@
-"""A roofline on paper: what the kernels in Triton cost at best, over plain training.
+"""Compute a roofline: the least possible cost of the kernels in Triton, over plain training.
 
     python -m benchmarks.roofline            # print the tables of docs/understand/kernels.md
     python -m benchmarks.roofline --write    # and put them there

@@ -1,4 +1,5 @@
-"""Whether memory stays: the peak of the first step and of later ones, and what 2,000 steps leave.
+"""Check that memory does not grow: the peak of the first step and of later ones, and the memory
+after 2,000 steps.
 
     .venv/bin/python -m benchmarks.steady_memory        # about six minutes
 

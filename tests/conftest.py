@@ -1,7 +1,7 @@
-"""What holds for all tests: seeds, precision and threads; and which of them `make test` leaves out.
+"""Settings of all tests: seeds, precision and threads; and the choice of tests for `make test`.
 
-`make test` leaves out what is marked `slow`; `make test-all`, and pytest by itself, run everything.
-Of a table whose test is marked `sampled(n)`, the rows outside of the sample are `slow`.
+`make test` leaves out tests that are marked `slow`; `make test-all` and plain pytest run all tests.
+If the test of a table is marked `sampled(n)`, the rows outside of the sample are `slow`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import os
 import re
 import zlib
 
-# So that processes that tests start have one thread each, as the tests have: two workers fill two
-# cores, and OpenMP's threads spin while they wait for each other. Before torch is imported.
+# Processes that tests start have one thread each, as the tests have: two workers fill two cores,
+# and OpenMP's threads spin while they wait for each other. Set this before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import pytest
 import torch
 
-# A machine that is busy is no reason to fail.
+# A test must not fail because the machine is busy.
 hypothesis.settings.register_profile(
     "varreg", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )

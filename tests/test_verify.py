@@ -595,7 +595,7 @@ def test_samples_that_are_alike_do_not_show_their_weights():
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
-        (lambda m, dy, x: {"weight": 1.5 * dy * x}, "p.grad of '1.weight' with varreg is not"),
+        (lambda m, dy, x: {"weight": 1.5 * dy * x}, "p.grad of '1.weight' with varreg differs"),
         (
             lambda m, dy, x: {"weight": (dy * x).mean(0).expand(len(x), -1)},
             (

@@ -31,15 +31,16 @@ SOURCE = ROOT / "src" / "varreg"
 LIMITS = Path(__file__).parent / "limits.json"
 PAGE = ROOT / "docs" / "develop" / "architecture.md"
 COLUMNS = 100
-# What one needs to read to follow a batch to its step. Theory and lab are users of it.
+# Not part of the core: one need not read these to follow a batch to its step.
 BESIDE = ("lab", "theory", "cli.py", "tensorboard.py")
-# A list of numbers, each by itself: nobody reads it from end to end.
+# A list of independent numbers, which may be longer than other files.
 TABLE = "thresholds.py"
 GENERATED = ("docs/results/", "benchmarks/results/")
-# A record carries a torch call if it has one of these fields; likewise, the step of a parameter.
+# A record carries a torch call if it has one of the first fields, and the step of a parameter if it
+# has one of the second.
 CALL_FIELDS = frozenset(("function", "arguments", "rule"))
 STEP_FIELDS = frozenset(("lam",))
-# It must name all files of the core.
+# The guide must name all files of the core.
 GUIDE = ROOT / "CONTRIBUTING.md"
 
 
@@ -82,10 +83,11 @@ def follow(run: Callable[[], Any]) -> Way:
 
 
 def follow_step() -> dict[str, Way]:
-    """Return the way of the sixth step of a small network: forward, backward, step, and all.
+    """Return the way of the sixth step of a small network: of forward, backward and step, and of
+    all three together.
 
-    The engine looks more closely at the first four forwards, and then at the 8th, 16th, 32nd …
-    (`thresholds.EARLY`). The sixth is a step as training repeats it.
+    The engine checks the first four forwards more closely, and then the 8th, 16th, 32nd …
+    (`thresholds.EARLY`). The sixth step is typical of all others.
     """
     import torch
     from torch import nn
@@ -93,7 +95,7 @@ def follow_step() -> dict[str, Way]:
     import varreg
 
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # backward then runs in this thread, where it is seen
+    torch.set_num_threads(1)  # backward then runs in this thread, so that its calls are seen
     model = nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(4 * 13 * 13, 10)
     )
@@ -135,8 +137,8 @@ def core_files() -> list[Path]:
 
 
 def records(fields: frozenset[str]) -> list[str]:
-    """Return the classes of engine, optim and native with named fields, some of which are these:
-    named tuples, dataclasses, slotted classes and C structs.
+    """Return the classes of engine, optim and native that have one of these named fields: named
+    tuples, dataclasses, slotted classes and C structs.
     """
     found = []
     for path in core_files():
@@ -162,7 +164,7 @@ def _fields(node: ast.ClassDef) -> set[str]:
 
 
 def comment_share() -> float:
-    """Return the lines of the core that are comments, or have one, in percent."""
+    """Return the share of the core's lines that have a comment, in percent."""
     comments = lines = 0
     for path in core_files():
         with tokenize.open(path) as file:
@@ -174,10 +176,11 @@ def comment_share() -> float:
 
 
 def named_files(page: Path) -> Iterator[tuple[str, list[Path]]]:
-    """Yield each path that a page names, with the files that it stands for: none if it is wrong.
+    """Yield each path that a page names, with the files that it stands for: none if it does not
+    exist.
 
-    A path begins at src/varreg or at the root; or in a folder, or beside a file, that the same row
-    of a table or the same paragraph has named before.
+    A path is relative to src/varreg, to the root, to a folder, or to the folder of a file, that the
+    same row of a table or the same paragraph has named before.
     """
     folders: list[Path] = []
     for line in page.read_text().splitlines():
@@ -195,8 +198,8 @@ def named_files(page: Path) -> Iterator[tuple[str, list[Path]]]:
 
 
 def faults_of_guides() -> list[str]:
-    """Return what the guides for contributors name and is not there, and what of the core they do
-    not name, neither by itself nor by its folder.
+    """Return the faults of the guides for contributors: files that they name but that do not exist,
+    and files of the core that they name neither directly nor by their folder.
     """
     faults = []
     for page in (GUIDE, *sorted(PAGE.parent.glob("*.md"))):
@@ -207,17 +210,17 @@ def faults_of_guides() -> list[str]:
 
 
 def naming(word: str) -> list[str]:
-    """Return the files of the source that name something."""
+    """Return the source files that contain a word."""
     files = [p for p in SOURCE.rglob("*") if p.suffix in (".py", ".h", ".c")]
     found = [p for p in files if re.search(word, p.read_text(), re.IGNORECASE)]
     return sorted(str(p.relative_to(SOURCE)) for p in found)
 
 
 def shared_stems() -> list[str]:
-    """Return the names that two modules of different subjects have.
+    """Return the names that modules of different subjects share.
 
-    In the lab each kind of experiment has a plan, an analysis, a page and figures; a step is taken
-    in Python or in C.
+    Some names are shared on purpose: in the lab, each kind of experiment has a plan, an analysis, a
+    page and figures; and a step is taken in Python or in C.
     """
     by_design = {"__init__", "__main__", "plan", "analysis", "page", "figures"}
     by_design |= {"command", "step"}
@@ -283,7 +286,7 @@ def largest() -> str:
 
 
 def main() -> int:
-    """Print the table; with `--check`, return 1 where a limit is passed."""
+    """Print the table; with `--check`, return 1 if a figure is over its limit."""
     parser = argparse.ArgumentParser("python -m tools.house", description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="fail if a figure is over its limit")
     parser.add_argument("--write", action="store_true", help="lower the limits to these figures")
@@ -318,8 +321,8 @@ def main() -> int:
 
 
 def _is_over(name: str, value: float, row: dict[str, float]) -> bool:
-    """Return whether a figure is over its limit. Shares in percent change with everything else:
-    results may grow up to their aim, and comments have no limit.
+    """Return whether a figure is over its limit. Shares in percent have another limit, since they
+    change with everything else: results may grow up to their aim, and comments have no limit.
     """
     if name.startswith("comments"):
         return False

@@ -1,12 +1,12 @@
-"""Compile every Triton kernel for GPUs that need not be there, and count registers that spill.
+"""Compile every Triton kernel for several GPUs, and count registers that spill. No GPU is needed.
 
     python -m tools.kernels            # print the table
     python -m tools.kernels --check    # and fail if a kernel spills with its default tile
 
-Spilled registers go to memory and back: a kernel that spills is slow, and nothing says so. NVIDIA's
+Spilled registers go to memory and back: a kernel that spills is slow, without any warning. NVIDIA's
 counts are from Triton's own `cuobjdump -res-usage`, AMD's from the kernel's metadata. Both
-compilers come with Triton, so that a version of Triton gives the same counts on every machine.
-Another version may not: up to `FEW` bytes are printed, and are no failure.
+compilers come with Triton, so one version of Triton gives the same counts on every machine. Another
+version may give other counts: spills of up to `FEW` bytes are printed, but do not fail the check.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Case(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """What a compiled kernel takes of a multiprocessor."""
+    """The registers and memory that a compiled kernel uses."""
 
     registers: int
     spilled: int
@@ -128,7 +128,7 @@ def cases() -> Iterator[Case]:
 
 
 def compile_for(case: Case, target: GPUTarget, ones: bool = False) -> Any:
-    """Return a kernel compiled for a target; if wanted, with all sizes 1, which Triton takes for
+    """Return a kernel compiled for a target. If wanted, all sizes are 1: Triton treats these as
     constants.
     """
     written = "fp64" if case.real == "fp64" else "fp32"
@@ -179,14 +179,16 @@ def usage(compiled: Any) -> Usage:
 
 
 def compiled_row(case: Case) -> list[Usage]:
-    """Return what a kernel takes on each target. It is also compiled for sizes of 1."""
+    """Return the usage of a kernel on each target. Compile it also for sizes of 1."""
     row = [usage(compile_for(case, target)) for target in TARGETS.values()]
     compile_for(case, TARGETS["sm_90"], ones=True)
     return row
 
 
 def _row_by_name(name: str) -> list[Usage]:
-    """Return the row of a case: cases hold kernels, which do not go from process to process."""
+    """Return the row of the case with this name. Cases hold kernels, which cannot be sent to
+    another process.
+    """
     return compiled_row(next(case for case in cases() if case.name == name))
 
 

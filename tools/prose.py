@@ -1,9 +1,9 @@
 """Put every sentence of the pages on a line of its own, so that a change shows what it changes.
 
-    python -m tools.prose --check    name the first line of each page that is not so
-    python -m tools.prose --write    mend them all
+    python -m tools.prose --check    name the first wrong line of each page
+    python -m tools.prose --write    correct all pages
 
-Code, tables, formulas, headings and what `tools.tables` writes stay as they are. A short bold
+Code, tables, formulas, headings and the output of `tools.tables` do not change. A short bold
 beginning (`**Waits.** Forward …`) stays with the sentence after it.
 """
 
@@ -110,7 +110,7 @@ def pages() -> list[Path]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check or mend all pages."""
+    """Check or correct all pages."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--check", action="store_true")

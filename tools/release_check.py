@@ -1,10 +1,10 @@
-"""Check what would be published: build it, install it in new environments, run README's examples.
+"""Check a release: build the packages, install them in new environments, run README's examples.
 
     make release-check
 
-The wheel of this system and the sdist are built. Each is installed in an environment of its own,
-with torch as `constraints.txt` pins it. README's examples run there, outside of the repository, so
-that the package serves, and not the sources.
+The wheel of this system and the sdist are built. Each is installed in its own environment, with
+torch as `constraints.txt` pins it. README's examples run there, outside of the repository, so that
+they import the package and not the sources.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Show what Griffe does not see in sources, in the API reference: an extension of it.
+"""An extension of Griffe: it shows in the API reference what Griffe does not see in sources.
 
-An optimizer of varreg takes torch's arguments and the regularizer's options, and spells out
-neither: its `__signature__` is made when the class is. Griffe reads sources, so it is told here.
+An optimizer of varreg takes torch's arguments and the regularizer's options, but its source lists
+neither: its `__signature__` is computed when the class is created. Griffe reads only sources, so
+this extension adds the signature.
 
-Examples in docstrings stand without a fence, as doctest has them. Markdown would take their prompts
-for quotations, so fences are put around them.
+Examples in docstrings have no fences, as doctest expects. Markdown would take their prompts for
+quotations, so this extension puts fences around them.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ class Signatures(griffe.Extension):
 
 
 def fence_examples(thing: griffe.Object) -> None:
-    """Put fences around the examples in the docstrings of a thing and of all that is in it."""
+    """Put fences around the examples in the docstrings of an object and of all its members."""
     if thing.docstring is not None:
         thing.docstring.value = fenced(thing.docstring.value)
     for member in thing.members.values():
-        if isinstance(member, griffe.Object):  # and no alias, whose docstring is another's
+        if isinstance(member, griffe.Object):  # not an alias, whose docstring belongs to another
             fence_examples(member)
 
 

@@ -1,13 +1,13 @@
-"""Build the sdist and a wheel for each system, and check what is in them.
+"""Build the sdist and a wheel for each system, and check their contents.
 
     python -m tools.wheels                   # everything, into dist/
     python -m tools.wheels linux-x86_64      # the wheel of one system
 
 The kernels are compiled by `ziglang` from the package index, which has the headers of all systems.
-Of every library, format, processor, names and the oldest system that can load it are checked. Where
-this machine or an emulator on it can run them (qemu-aarch64 with Debian's libc6-arm64-cross; wine),
-selftest.c compares their results with the definition; the line of a wheel says which of its levels
-were run.
+For every library, format, processor, names and the oldest system that can load it are checked. If
+this machine or an emulator on it can run a library (qemu-aarch64 with Debian's libc6-arm64-cross;
+wine), selftest.c compares its results with the definition. The printed line of a wheel says which
+of its levels were run.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _run(library: Path, system: str, target: str, level: str) -> bool:
 
 
 def this_system() -> str:
-    """Return what this machine is called in `SYSTEMS`."""
+    """Return the name of this machine in `SYSTEMS`."""
     names = {"Linux": "linux", "Darwin": "macos", "Windows": "windows"}
     arm = platform.machine() in ("aarch64", "arm64")
     return f"{names.get(platform.system())}-{_ARM if arm else _X86}"
@@ -146,8 +146,9 @@ def library_system(content: bytes) -> str:
 
 
 def oldest_system(content: bytes) -> tuple[int, ...]:
-    """Return the oldest glibc, or macOS, that a library says it can be loaded by; () of Windows,
-    whose libraries do not say. Raise a ValueError if macOS on arm64 would refuse it as unsigned.
+    """Return the oldest version of glibc or macOS that can load a library, according to the
+    library; () for Windows, whose libraries do not say. Raise a ValueError if the library is for
+    macOS on arm64 and unsigned, since macOS would refuse it.
     """
     if content[:4] == b"\x7fELF":
         found = re.findall(rb"GLIBC_(\d+)\.(\d+)(?:\.(\d+))?\0", content)

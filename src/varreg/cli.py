@@ -20,8 +20,8 @@ except ImportError as error:  # the core needs torch alone
         f"varreg: the command line needs the lab ({error}): pip install 'varreg[lab]'"
     ) from None
 
-# Each command imports what it needs, since torch takes seconds to import: so `--help` and the first
-# line of a command appear at once.
+# Each command imports its modules itself, since torch takes seconds to import. So `--help` and the
+# first line of a command appear at once.
 
 app = typer.Typer(
     help="How much do the samples of a mini-batch disagree about a gradient, and does it help to "
@@ -69,7 +69,7 @@ def common(
         typer.Option("--version", callback=print_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    """Do what all commands have in common."""
+    """Take the options that all commands have in common."""
 
 
 def say(words: str) -> None:
@@ -119,7 +119,7 @@ def compare(
     ] = None,
     tuning_seeds: Annotated[int, typer.Option(help="Seeds for each trial.", min=1)] = 2,
     seeds: Annotated[int, typer.Option(help="Fresh seeds for the verdict.", min=1)] = 10,
-    epochs: Annotated[int, typer.Option(help="Of each run; 0: the task's own.", min=0)] = 0,
+    epochs: Annotated[int, typer.Option(help="Epochs of a run; 0: the task's own.", min=0)] = 0,
     batch: Annotated[int, typer.Option(help="Batch size; 0: the task's own.", min=0)] = 0,
     ablations: Annotated[
         bool, typer.Option(help="Also run s = 0, λ replaced by its mean, and λ shuffled.")
@@ -137,7 +137,7 @@ def compare(
     ] = None,
     clip: Annotated[float | None, typer.Option(help="Clip gradients to this norm.")] = None,
     weight_decay: Annotated[
-        float | None, typer.Option(help="For all optimizers that do not have their own.")
+        float | None, typer.Option(help="Of all optimizers without a weight decay of their own.")
     ] = None,
     augment: Annotated[
         str | None, typer.Option(help="Change images at random: crop, flip or crop+flip.")
@@ -191,15 +191,15 @@ def compare(
 def reproduce(
     name: Annotated[str, typer.Argument(help="fashion-mnist or cifar10")],
     epochs: Annotated[
-        int, typer.Option(help="0: 20 for fashion-mnist, 60 for cifar10.", min=0)
+        int, typer.Option(help="Epochs of a run; 0: 20 for fashion-mnist, 60 for cifar10.", min=0)
     ] = 0,
-    seeds: Annotated[int, typer.Option(help="For each of the four arms.", min=1)] = 3,
+    seeds: Annotated[int, typer.Option(help="Seeds of each of the four arms.", min=1)] = 3,
     jobs: Jobs = 0,
     data_dir: Data = None,
     out: Out = None,
 ) -> None:
-    """Repeat the paper's experiment, with the control that explains its result: SGD with a learning
-    rate as much larger as λ made the step.
+    """Repeat the paper's experiment, with the control that explains its result: SGD whose learning
+    rate is multiplied by the mean λ, so that its steps are as long.
     """
     say(f"reproduce {name}")
     from varreg.lab.experiments.conduct import conduct
@@ -220,12 +220,12 @@ def scaling(
         str, typer.Option("--task", "-t", help="A task by name (varreg list), or your own.")
     ] = "digits",
     optimizer: Annotated[
-        str, typer.Option(help="With options, a schedule among them.")
+        str, typer.Option(help="An optimizer with its options, including a schedule.")
     ] = "SGD:momentum=0.9,schedule=cosine",
-    batch: Annotated[int, typer.Option(help="Of the base.", min=1)] = 8,
-    scales: Annotated[str, typer.Option(help="How many times larger.")] = "4,16,64",
-    epochs: Annotated[int, typer.Option(help="Of the base; 0: the task's own.", min=0)] = 0,
-    trials: Annotated[int, typer.Option(help="Learning rates to try, each time.", min=1)] = 7,
+    batch: Annotated[int, typer.Option(help="The base batch.", min=1)] = 8,
+    scales: Annotated[str, typer.Option(help="Larger batches over the base batch.")] = "4,16,64",
+    epochs: Annotated[int, typer.Option(help="Epochs of the base; 0: the task's.", min=0)] = 0,
+    trials: Annotated[int, typer.Option(help="Learning rates of each tuning.", min=1)] = 7,
     lr: Annotated[
         str | None,
         typer.Option(help="Range for the base, low:high. [default: the optimizer's own]"),
@@ -261,8 +261,8 @@ def theory(
         Path, typer.Option("--out", "-o", help="The folder for figures and report.")
     ] = Path("runs/theory"),
 ) -> None:
-    """Check the paper's claims, one by one, and what the best regularizer in hindsight would gain;
-    a minute, and no data is needed.
+    """Check the paper's claims, one by one, and compute what the best regularizer in hindsight
+    would gain. It takes a minute, and needs no data.
     """
     say("theory: checks of the paper's claims")
     from varreg.lab.experiments.conduct import conduct_theory
@@ -273,13 +273,13 @@ def theory(
 @app.command(short_help="What a training step costs, on this machine.")
 def bench(
     only: Annotated[
-        str | None, typer.Option(help="Of varreg's own workloads, those with this in their name.")
+        str | None, typer.Option(help="Only those of varreg's workloads with this in their name.")
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
-            help="Your own: package.module:name of a class or function that makes it; options "
-            "follow: my_file:Net,width=64."
+            help="Your model: package.module:name of a class or function that makes it; options "
+            "follow, as in my_file:Net,width=64."
         ),
     ] = None,
     batch: Annotated[
@@ -301,37 +301,37 @@ def bench(
         typer.Option(help="In place of --batch: the shape of a random input, as in 3,32,32."),
     ] = None,
     classes: Annotated[
-        int | None, typer.Option(help="With --input: of random targets.", min=1)
+        int | None, typer.Option(help="With --input: the number of random classes.", min=1)
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(help="With --input. [default: 64]", min=2)
+        int | None, typer.Option(help="With --input: the batch size. [default: 64]", min=2)
     ] = None,
     optimizers: Annotated[
         list[str] | None,
         typer.Option(
-            help="A regularized one, with options; may be repeated. [default: VRSGD:momentum=0.9 "
-            "and VRAdam]"
+            help="A regularized optimizer with its options; may be repeated. [default: "
+            "VRSGD:momentum=0.9 and VRAdam]"
         ),
     ] = None,
     groups: Annotated[
         str,
-        typer.Option(help="What is measured: exact moments, those of so many groups; model: sums."),
+        typer.Option(help="Moments to measure: exact, numbers of groups, or model (sums only)."),
     ] = "exact,8",
     device: Annotated[
-        str, typer.Option(help="Where models are trained: cpu, cuda, cuda:1, mps, xpu.")
+        str, typer.Option(help="The device of the models: cpu, cuda, cuda:1, mps, xpu.")
     ] = "cpu",
-    seconds: Annotated[float, typer.Option(help="For each workload and optimizer.")] = 20.0,
-    threads: Annotated[int, typer.Option(help="0: as many as torch takes.", min=0)] = 0,
+    seconds: Annotated[float, typer.Option(help="Seconds of a workload and optimizer.")] = 20.0,
+    threads: Annotated[int, typer.Option(help="Threads; 0: torch's own number.", min=0)] = 0,
     memory: Annotated[
-        bool, typer.Option(help="Measure peak memory too (Linux), in processes of their own.")
+        bool, typer.Option(help="Also measure peak memory (Linux), in fresh processes.")
     ] = True,
     profile: Annotated[
-        bool, typer.Option(help="Also where the time goes: phases of a step, and operations.")
+        bool, typer.Option(help="Also show the time of phases of a step, and of operations.")
     ] = False,
-    json: Annotated[Path | None, typer.Option(help="Also write all of it to this file.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Also write all results to this file.")] = None,
 ) -> None:
-    """Measure what variance regularization costs here: a whole training step over that of torch's
-    optimizer; on our models, or on yours.
+    """Measure the cost of variance regularization on this machine: the time of a whole training
+    step over that with torch's optimizer, for varreg's models or for yours.
     """
     look_here(model, batch, loss)
     say("bench: the moments are checked first, then steps are timed")
@@ -354,10 +354,12 @@ def noise(
             help="A task by name (varreg list), or your own: module:function or path.py:function.",
         ),
     ] = "digits",
-    optimizer: Annotated[str, typer.Option(help="With options, as in SGD:momentum=0.9.")] = "SGD",
+    optimizer: Annotated[
+        str, typer.Option(help="An optimizer with its options, as in SGD:momentum=0.9.")
+    ] = "SGD",
     lr: Annotated[
         float | None,
-        typer.Option(help="[default: the middle of those in which the optimizer is tuned]"),
+        typer.Option(help="The learning rate. [default: the middle of the optimizer's range]"),
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps to train.", min=2)] = 500,
     batch: Annotated[int, typer.Option(help="Batch size; 0: the task's own.", min=0)] = 0,
@@ -369,7 +371,7 @@ def noise(
     l1: Annotated[
         bool, typer.Option("--l1", help="The version for optimizers that step by signs.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of parameters and batches.")] = 0,
+    seed: Annotated[int, typer.Option(help="The seed of parameters and batches.")] = 0,
     data_dir: Data = None,
     out: Out = None,
 ) -> None:
@@ -396,11 +398,11 @@ def batch_sizes(text: str | None, option: str = "--plan") -> list[int]:
         ) from None
 
 
-@app.command(short_help="The page of a folder again, from what was saved.")
+@app.command(short_help="Build the page of a folder again, from saved results.")
 def report(
     folder: Annotated[
         Path,
-        typer.Argument(help="Of `varreg compare`, `reproduce`, `scaling` or `theory`."),
+        typer.Argument(help="A folder of `varreg compare`, `reproduce`, `scaling` or `theory`."),
     ],
 ) -> None:
     """Build the page, figures and tables again, from saved results alone."""
@@ -413,7 +415,7 @@ def report(
     print(f"\nReport: {page}")
 
 
-@app.command(name="list", short_help="The tasks and optimizers that there are.")
+@app.command(name="list", short_help="The available tasks and optimizers.")
 def list_() -> None:
     """List the available tasks and optimizers."""
     from varreg.lab.listing import listing

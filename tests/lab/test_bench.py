@@ -399,7 +399,7 @@ NET = ("--model", "own_model:Net")
         ),
         (
             ("--model", "own_model:ready,width=2", *TINY),
-            "a model that is at hand, takes no options; got width",
+            "a model that exists already, takes no options; got width",
         ),
         (
             ("--model", "own_model:Fails", *TINY),
@@ -430,7 +430,7 @@ NET = ("--model", "own_model:Net")
         ((*NET, "--batch", "own_model:seven"), r"must give \(inputs, targets\), and gave int"),
         (
             (*NET, "--batch", "own_model:loader,x=1"),
-            "which is no function, takes no options; got x",
+            "which is not a function, takes no options; got x",
         ),
         ((*NET, "--batch", "own_model:uneven"), r"got \(4, 12\) as inputs and \(5,\) as targets"),
         ((*NET, "--batch", "own_model:words"), r"got \(4, 12\) as inputs and str as targets"),

@@ -386,7 +386,7 @@ def test_interrupted_and_killed(undisturbed, tmp_path):
     hold.unlink()
     said, _ = process.communicate(timeout=LIMIT)
     assert process.returncode == 130, said
-    assert "The same command goes on" in said
+    assert "The same command continues" in said
     assert "Traceback" not in said
     assert "partial" in (tmp_path / "out" / "report.html").read_text()
 

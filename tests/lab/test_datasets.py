@@ -146,7 +146,7 @@ def test_a_download_that_is_not_what_it_should_be(server, cache):
     folder, url = server
     put(folder, {**FILES, "b.gz": b"something else"})
     with pytest.raises(
-        ValueError, match=r"varreg: tiny is in none of the data folders, and cannot be had .*hash"
+        ValueError, match=r"tiny is in none of the data folders, and cannot be downloaded .*hash"
     ):
         data.locate(source(url))
     assert not (cache / "tiny").exists()
@@ -155,7 +155,7 @@ def test_a_download_that_is_not_what_it_should_be(server, cache):
 def test_no_connection(cache):
     with pytest.raises(
         ValueError,
-        match=r"tiny is in none of the data folders, and cannot be had from http://127.0.0.1:9/",
+        match=r"is in none of the data folders, and cannot be downloaded from http://127.0.0.1:9/",
     ):
         data.locate(source("http://127.0.0.1:9/"))
     assert not seen(cache)

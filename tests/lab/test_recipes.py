@@ -290,7 +290,7 @@ def test_the_wrapper_goes_around_what_it_is_given(own):
         ("no_such_module_at_all:Lion", "cannot be imported"),
         ("/no/such/file.py:Lion", "there is no file"),
         ("Lion", "there is no optimizer 'Lion'"),
-        ("VarianceRegularized", "needs the optimizer that it goes around"),
+        ("VarianceRegularized", "needs the optimizer that it wraps"),
         ("VarianceRegularized:base=VRSGD", "regularized already"),
     ],
 )

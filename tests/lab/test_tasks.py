@@ -148,7 +148,7 @@ LINEAR = lambda: torch.nn.Linear(4, 2)
         ),
         (
             Task("", lambda _: Splits(SPLIT, Split(SPLIT.x[:3], SPLIT.y), SPLIT), LINEAR, 10, 1),
-            "valid split .* one of each is needed",
+            "valid split .* each sample needs one input and one target",
         ),
         (
             Task("", lambda _: Splits(SPLIT, NAN, SPLIT), LINEAR, 10, 1),

@@ -306,7 +306,7 @@ def parts(monkeypatch):
 def test_theory_goes_on_where_it_was_stopped(parts, tmp_path, capsys):
     assert conduct.conduct_theory(tmp_path, ["varreg", "theory"]) == conduct.INTERRUPTED
     said = capsys.readouterr().out
-    assert "the same command goes on where it was" in said
+    assert "the same command continues from here" in said
     assert not (tmp_path / "theory.json").exists()
     heard = []
     plan.carry_out(tmp_path, ["varreg"], lambda *said: heard.append(said))

@@ -393,7 +393,7 @@ def test_a_link_without_end(out):
 
 
 def test_a_report_makes_no_folder(tmp_path):
-    assert command("report", tmp_path / "typo") == f"varreg: {tmp_path / 'typo'} is no folder."
+    assert command("report", tmp_path / "typo") == f"varreg: {tmp_path / 'typo'} is not a folder."
     assert not (tmp_path / "typo").exists()
 
 
@@ -463,8 +463,7 @@ def test_a_damaged_file_is_named(name, damage, words, out):
         )
         assert words in said
         assert said.endswith(
-            "Restore it, or choose another folder: without it, nobody knows what the runs come "
-            "from."
+            "Restore it, or choose another folder: without it, the origin of the runs is unknown."
             if name == "experiment.json"
             else "Delete it, and the same command runs this run anew; or restore it."
         )
@@ -493,8 +492,8 @@ RESULTS = [
     (lambda r: r["losses"].pop(), "losses of"),
     (shorter, "evaluations of different lengths: 'valid_loss' 2, 'step' 3"),
     (lambda r: [values.pop() for values in r["evaluations"].values()], "2 evaluations up to step"),
-    (lambda r: r["evaluations"].pop("test_loss"), "other evaluations than there are: 'test_loss'"),
-    (lambda r: r["evaluations"].update(f1=[0, 0, 0]), "other evaluations than there are: 'f1'"),
+    (lambda r: r["evaluations"].pop("test_loss"), "unknown or missing evaluations: 'test_loss'"),
+    (lambda r: r["evaluations"].update(f1=[0, 0, 0]), "unknown or missing evaluations: 'f1'"),
     (lambda r: r["evaluations"]["step"].reverse(), "not in the order of their steps"),
     (lambda r: r["statistics"].pop("step"), "statistics without 'step'"),
     (lambda r: r["statistics"].update(rho=[None]), "got a list for statistics 'rho'"),

@@ -71,7 +71,7 @@ class Browser:
         return dict(json.loads(line))
 
     def _note(self, event: dict[str, Any]) -> None:
-        """Note an event that says something of the page."""
+        """Note an event that concerns the page."""
         method, found = event.get("method", ""), event.get("params", {})
         if method == "Runtime.consoleAPICalled":
             self.messages.append(str(found["args"]))
@@ -86,12 +86,12 @@ class Browser:
 
     @property
     def requests(self) -> list[str]:
-        """Return what was asked for, other than files and data."""
+        """Return the requests of the page, other than for files and data."""
         self.run("0")
         return [url for url in self._seen if not url.startswith(("file:", "data:", "about:"))]
 
     def size(self, width: int, height: int = 900) -> None:
-        """Have a window of this size, as a phone or a screen has it."""
+        """Give the window a size, for example that of a phone."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -149,7 +149,7 @@ class Browser:
 
 @contextlib.contextmanager
 def browser(folder: Path) -> Iterator[Browser]:
-    """Start a browser that has its files in a folder, and end it."""
+    """Start a browser that keeps its files in a folder; end it after the `with` block."""
     assert PROGRAM is not None
     here_in, to = os.pipe()
     back, here_out = os.pipe()

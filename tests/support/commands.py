@@ -1,4 +1,4 @@
-"""The command line: in a process of its own, where that is what is tested; else in this one."""
+"""Run the command line: in its own process, if the test needs one; otherwise in this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from varreg import cli
 
 LIMIT = 1800
-"""Seconds after which a process hangs: many times what it takes, also on a busy machine."""
+"""Seconds after which a process counts as hung: many times what it takes on a busy machine."""
 
 
 def varreg(*arguments: str, cwd: Path, expect: int = 0, **kwargs) -> str:

@@ -1,4 +1,4 @@
-"""Runs a script in which things go wrong: `faulty.py script arguments`, with $FAULTS =
+"""Run a script in which things go wrong: `faulty.py script arguments`, with $FAULTS =
 "rank:function:call:what", one for each (re)start.
 
 When that rank comes to that call of `all_reduce` (in the middle of a backward pass) or of `fsync`

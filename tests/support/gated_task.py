@@ -1,9 +1,9 @@
-"""The task of `own_task`, whose training waits where a test wants it to: nothing then depends on
-how fast a machine is.
+"""The task of `own_task`, whose training waits where a test wants it to. So no test depends on the
+speed of a machine.
 
-Copied into the folder where a command is given, beside `own_task`. While there is a file "hold"
-with a number in it, every process that trains waits from that evaluation of its loss on, and leaves
-a file "held-…". While there is a file "meet", it waits for a second such process.
+The file is copied into the folder in which a command runs, beside `own_task`. While there is a file
+"hold" with a number in it, every process that trains waits at that evaluation of its loss, and
+leaves a file "held-…". While there is a file "meet", it waits for a second such process.
 """
 
 import dataclasses

@@ -1,7 +1,8 @@
-"""A judge for models and usages: is what varreg says exact, is it a refusal, or is it silent?
+"""A judge for models and usages. Does varreg give the exact moments, does it refuse, or is it
+silently wrong?
 
 The truth is the definition: each sample alone, in a copy of the model that varreg never saw. The
-judge uses the public names of varreg only.
+judge uses only the public names of varreg.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from tests.support.truth import Gradients, losses, sample, sample_weights
 
 Inputs = tuple[Any, ...]
 Use = Callable[[nn.Module, Inputs, Tensor], Any]
-"""Trains for one step: `use(model, inputs, weights)` ends with gradients in place, and returns what
-the model said.
+"""Trains for one step: `use(model, inputs, weights)` sets the gradients, and returns the model's
+output.
 """
 
 
@@ -35,20 +36,20 @@ def itself(model: nn.Module) -> list[nn.Module]:
 
 
 class Case(NamedTuple):
-    """One idea: a model or a usage, and what varreg ought to do about it."""
+    """One case: a model or a usage, and what varreg should do with it."""
 
     name: str
     family: str
     make: Callable[[], nn.Module]
     inputs: Callable[[int], Inputs]
-    """Of a batch size; trees of tensors with the batch in dimension 0."""
+    """Returns the inputs for a batch size: trees of tensors with the batch in dimension 0."""
     expect: str
     """"exact", "refused", or "either" of them. One sample meets no other: there, "refused" is
     "either".
     """
     batches: tuple[int, ...] = (4, 1)
     call: Callable[..., Any] = called
-    """Of the model and its inputs, where `model(*inputs)` is not the way."""
+    """A function of the model and its inputs, if it is not `model(*inputs)`."""
     use: Use | None = None
     """In place of forward, loss, backward."""
     observed: Callable[[nn.Module], list[nn.Module]] = itself
@@ -59,17 +60,17 @@ class Case(NamedTuple):
     the whole batch.
     """
     warned: bool = False
-    """Does a warning that names a parameter count as a refusal?"""
+    """Whether a warning that names a parameter counts as a refusal."""
     told: bool = False
-    """Does a warning of what was taken for a sample, or its loss, count as a refusal, if numbers
-    are other ones?
+    """Whether a warning about what was taken for a sample, or for its loss, counts as a refusal if
+    numbers differ.
     """
     named: bool = True
-    """Must a refusal name a module or a parameter?"""
+    """Whether a refusal must name a module or a parameter."""
     after: Use | None = None
     """A step that must be exact on the same observed model, after a refusal too."""
     dtype: torch.dtype = torch.float64
-    """In another one than float64, ρ alone is compared, with float64."""
+    """In a precision other than float64, only ρ is compared, with ρ in float64."""
 
 
 class Outcome(NamedTuple):
@@ -135,8 +136,8 @@ def clear(model: nn.Module) -> None:
 
 
 def seed(value: int) -> None:
-    """Seed the CPU's generator; `torch.manual_seed` also queues a call for each kind of device,
-    which takes longer than a case.
+    """Seed the CPU's generator only: `torch.manual_seed` also queues a call for each kind of
+    device, and that takes longer than a case.
     """
     torch.default_generator.manual_seed(value)
 
@@ -215,10 +216,10 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def judge(case: Case, batch: int) -> Outcome:
-    """Run the case with varreg, twice with fresh inputs, and say how it came out.
+    """Run the case with varreg twice, with fresh inputs, and return the verdict.
 
-    The second time finds warm plans. An error of torch's own in the *plain* model is the table's,
-    and is raised.
+    The second run uses the plans of the first. If the *plain* model fails, the table is wrong, and
+    the error is raised.
     """
     model = model_of(case)
     plain = [plain_step(case, batch, r) for r in range(2)]
@@ -241,8 +242,8 @@ class Plain(NamedTuple):
 
 
 def plain_step(case: Case, batch: int, round_: int) -> Plain:
-    """Return what torch itself says: the truth of each sample, `p.grad` and outputs of the whole
-    batch.
+    """Return torch's own results: the gradients of each sample, and `p.grad` and outputs of the
+    whole batch.
     """
     model, (inputs, weights) = model_of(case), data_of(case, batch, round_)
     if case.dtype != torch.float64:
@@ -300,7 +301,7 @@ def observed(
 def check_left_as_it_was(
     case: Case, model: nn.Module, start: Any, batch: int, plain: Plain
 ) -> None:
-    """After a refusal and `remove()`, the model trains as if varreg had never been there."""
+    """Check that the model trains as if never observed, after a refusal and `remove()`."""
     if case.dtype != torch.float64:
         return
     model.load_state_dict(start, strict=False)
@@ -311,7 +312,7 @@ def check_left_as_it_was(
 
 
 def check_after(case: Case, model: nn.Module, start: Any, batch: int) -> None:
-    """After the case's usage, an ordinary step of the same observed model is exact."""
+    """Check that an ordinary step of the same observed model is exact, after the case's usage."""
     assert case.after is not None
     ordinary = case._replace(use=case.after)
     expected = plain_step(ordinary, batch, 0)
@@ -322,7 +323,7 @@ def check_after(case: Case, model: nn.Module, start: Any, batch: int) -> None:
 
 
 def refusal(error: Exception, models: list[nn.Module], named: bool) -> Outcome:
-    """Return "refused" where the message is varreg's and says where; "crash" otherwise."""
+    """Return "refused" if the message is varreg's and names the place; "crash" otherwise."""
     message = str(error)
     if error.__cause__ is not None and "varreg: " in str(
         error.__cause__
@@ -349,8 +350,8 @@ def first_line(error: Exception) -> str:
 def compare(
     case: Case, model: nn.Module, output: Any, plain: Plain, caught: list[Any]
 ) -> Outcome | None:
-    """Raise SilentError where a number is not the truth, or is missing; return a refusal if a
-    warning told of what is missing.
+    """Raise SilentError if a number is wrong or missing. Return a refusal if a warning told of the
+    missing number.
     """
     if case.dtype != torch.float64:
         compare_rho(model, plain)
@@ -419,7 +420,9 @@ def compare_moments(
 
 
 def compare_rho(model: nn.Module, plain: Plain) -> None:
-    """ρ has no unit: it must survive where squares of gradients leave the range of their format."""
+    """Compare ρ. It has no unit, so it must be right even if squares of gradients leave the range
+    of their format.
+    """
     for n, p in trained(model).items():
         m, g = varreg.moments(p), plain.gradients[n]
         if m is None:
@@ -436,8 +439,8 @@ def size_of(tensors: Any) -> float:
 
 
 def check(actual: Tensor, expected: Tensor, scale: float, what: str, rtol: float = 1e-9) -> None:
-    """Raise SilentError if two tensors differ by more than rounding; `scale` is the size of the
-    whole model's.
+    """Raise SilentError if two tensors differ by more than rounding. `scale` is the size of these
+    values over the whole model.
     """
     if actual.shape != expected.shape:
         raise SilentError(f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
@@ -468,9 +471,7 @@ def depths() -> Depths:
 
 
 def settle(before: Depths) -> str:
-    """Return what was left on the stacks, and take it off, so that the next case finds
-    them clean.
-    """
+    """Remove what was left on the stacks, and return it, so that the next case finds them empty."""
     left = []
     while torch._C._len_torch_function_stack() > before.functions:
         left.append(repr(torch._C._pop_torch_function_stack()))
@@ -487,9 +488,7 @@ def settle(before: Depths) -> str:
 
 
 def samples_meet(case: Case, batch: int) -> bool:
-    """Tell, with plain torch, whether the batch's gradient is another than what its samples alone
-    add up to.
-    """
+    """Return whether the batch's gradient differs from the sum over its samples, by plain torch."""
     plain = plain_step(case, batch, 0)
     scale = size_of(plain.gradients.values())
     for n, each in plain.gradients.items():
@@ -510,8 +509,8 @@ def samples_meet(case: Case, batch: int) -> bool:
 
 
 def allowed(case: Case, batch: int) -> set[str]:
-    """Return the kinds of outcome that keep the promise. One sample alone meets no other, so it may
-    be exact.
+    """Return the allowed outcomes. A batch of one sample may be exact, since it meets no other
+    sample.
     """
     if case.expect == "either" or (case.expect == "refused" and batch == 1):
         return {"exact", "refused"}

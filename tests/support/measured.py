@@ -1,4 +1,4 @@
-"""A model of the table, prepared, run and measured; and its moments against the truth."""
+"""Prepare, run and measure a model of the table, and compare its moments with the truth."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def prepared(case: Case):
 
 
 _TRUTHS: dict[str, tuple[list[torch.Tensor], Gradients]] = {}
-"""What single samples gave for a case, with the tensors that they were computed from."""
+"""The gradients of single samples of a case, with the tensors from which they were computed."""
 
 
 def truth_of(case: Case, model, inputs, weights) -> Gradients:
-    """On a copy, and with the random state that the observed model will find. Each property asks
-    for the same one, so that it is kept; nobody may write to it.
+    """Return the truth of a case, computed on a copy, with the random state that the observed model
+    will have. It is kept, since each property needs the same; nobody may write to it.
     """
     made_of = [*model.parameters(), *model.buffers(), *tree_leaves(inputs), weights]
     kept, g = _TRUTHS.get(case.name, ([], {}))

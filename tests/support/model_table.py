@@ -1,6 +1,4 @@
-"""The table of models that every property of the engine is tested on. Adding a layer is adding a
-row.
-"""
+"""The table of models on which every property of the engine is tested. A new layer is a new row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each process of the tests of the monitor does."""
+"""The functions that each process of the monitor's tests runs."""
 
 from __future__ import annotations
 

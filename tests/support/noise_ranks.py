@@ -1,4 +1,4 @@
-"""What each process of the tests of the noise scale and AdaScale does."""
+"""The functions that each process of the tests of the noise scale and AdaScale runs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ STEPS, PARTS = 4, 2
 
 
 def trained(rank: int, world: int, kind: str):
-    """AdaScale around SGD, two micro-batches to a step, with both noise scales beside it; in one
-    process, too: that is what the ranks are compared with.
+    """Train with AdaScale around SGD and two micro-batches to a step, and measure both noise
+    scales. It also runs in one process: the ranks are compared with that.
     """
     net = model()
     outer = distributed(net, world, kind)
@@ -71,7 +71,7 @@ def fisher_of(rank: int, world: int, kind: str):
 
 
 def not_synchronised(rank: int, world: int):
-    """What an update, and a step, say of moments that are of one process alone."""
+    """Return the errors of an update and of a step, if moments cover one process only."""
     net = model()
     ddp = wrapped(net, world)
     noise = varreg.NoiseScale(varreg.observe(net))
@@ -98,7 +98,7 @@ def cleared_late(rank: int, world: int, set_to_none: bool):
 
 
 def together(rank: int, world: int):
-    """All of it, in one start of the processes."""
+    """Run all functions, in one start of the processes."""
     kinds = ("ddp", "fsdp") if _torch.CAN_JOIN_FSDP else ("ddp",)
     return {
         **{kind: trained(rank, world, kind) for kind in kinds},

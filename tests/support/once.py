@@ -1,4 +1,4 @@
-"""What is expensive to make, made once for all of pytest's workers."""
+"""Make expensive things once for all of pytest's workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _place(factory: pytest.TempPathFactory, name: str) -> Path:
 
 
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[], Any]) -> Any:
-    """Return what `make` returns, made by the first worker that asks, and read by the others."""
+    """Return the result of `make`. The first worker that asks computes it; the others read it."""
     path = _place(factory, f"{name}.pt")
     with FileLock(f"{path}.lock"):
         if not path.exists():
@@ -30,9 +30,10 @@ def once(factory: pytest.TempPathFactory, name: str, make: Callable[[], Any]) ->
 def folder_once(
     factory: pytest.TempPathFactory, name: str, fill: Callable[[Path], str]
 ) -> tuple[Path, str]:
-    """Return a folder that `fill` has filled for the first worker that asked, and what it said.
+    """Return a folder that `fill` has filled for the first worker that asked, and what `fill`
+    returned.
 
-    Tests must leave it as it is, or copy it.
+    Tests must not change the folder; they may copy it.
     """
     folder = _place(factory, name)
 

@@ -1,5 +1,5 @@
-"""The table of regularized optimizers: what each is made of, and the settings that it is tested
-with. A new one is a new row.
+"""The table of regularized optimizers: for each, its base, its reference, and the settings of its
+tests. A new optimizer is a new row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A model and a batch of one's own, as in the documentation; and some that cannot be measured."""
+"""A user's model and batch, as in the documentation; and some that cannot be measured."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""A task of one's own, as in the documentation."""
+"""A user's task, as in the documentation."""
 
 import math
 

@@ -1,5 +1,5 @@
-"""What each process of the distributed tests does. `launch(function, world)` runs it on every rank,
-and gives what the ranks return.
+"""The functions that each process of the distributed tests runs. `launch(function, world)` runs one
+on every rank, and returns the results of all ranks.
 """
 
 from __future__ import annotations
@@ -450,7 +450,7 @@ def not_synchronised(rank: int, world: int):
 
 
 def together(rank: int, world: int):
-    """All that needs no argument, in one start of the processes."""
+    """Run all functions that need no argument, in one start of the processes."""
     return {
         "exact": every_optimizer(rank, world, None),
         "groups": every_optimizer(rank, world, 4)

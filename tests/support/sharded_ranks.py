@@ -1,4 +1,4 @@
-"""What each process of the tests with sharded parameters does."""
+"""The functions that each process of the tests with sharded parameters runs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def every_optimizer(rank: int, world: int, groups: int | None):
 
 
 def trained(rank, world, steps=STEPS, before=False, seen=None, **options):
-    """As `ranks.trained`; `before` observes before sharding."""
+    """Train as `ranks.trained` does; with `before`, observe before sharding."""
     net = model()
     if before:
         observer = varreg.observe(net)

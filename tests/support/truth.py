@@ -1,6 +1,4 @@
-"""Independent truths about per-sample gradients, slow and by definition. Nothing here uses
-varreg.
-"""
+"""Per-sample gradients by their definitions, in several slow ways. Nothing here uses varreg."""
 
 from __future__ import annotations
 
@@ -12,8 +10,8 @@ Gradients = dict[str, Tensor]  # parameter → [batch, *shape]
 
 
 def losses(output, weights: Tensor) -> Tensor:
-    """One loss per sample, non-linear in the output and weighted per sample, so that no magnitude
-    can hide another.
+    """Return one loss per sample. It is non-linear in the output and weighted per sample, so that
+    no sample can hide an error of another.
     """
     tensors = [t for t in (output if isinstance(output, tuple) else (output,)) if t is not None]
     flat = torch.cat([t.flatten(1) for t in tensors], 1)
@@ -30,7 +28,7 @@ def sample(inputs, i: int):
 
 
 def one_at_a_time(model: nn.Module, inputs: tuple, weights: Tensor) -> Gradients:
-    """The definition: run each sample alone."""
+    """Return the gradients by the definition: run each sample alone."""
     names = {n: p for n, p in model.named_parameters() if p.requires_grad}
     rows = []
     for i in range(len(weights)):

@@ -1,5 +1,5 @@
-"""Every update rule, from its formula and nothing else: all past gradients are kept, and each sum
-is written out over them.
+"""Every update rule, directly from its formula: all past gradients are kept, and each sum over them
+is written out.
 
 Nothing here uses varreg, or torch.optim. A rule returns δ̄ and its variance for one parameter, from
 the list of its past gradients `g` and their variances `s2`, both as the optimizer sees them (with

@@ -1,4 +1,4 @@
-"""All tables by name: each is a function of what its files hold."""
+"""All tables by name. Each is a function of the contents of its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables in Markdown, and what their cells say."""
+"""Tables in Markdown, and their cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What measuring costs beside a step: tables of the noise, the Fisher, norms, and the monitor."""
+"""The costs of measurements beside a step: tables of noise scale, Fisher, norms and monitor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the lab found: the tables of docs/evidence/results.md and reproduction.md."""
+"""The lab's findings: the tables of docs/evidence/results.md and reproduction.md."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAYS = {
 
 
 def _says(kind: str, arm: str, ablations: list[Saved]) -> str:
-    """Return the verdict. It is λ that helps if the arm does better than with the mean of λ.
+    """Return the verdict. λ itself helps if the arm does better than with the mean of λ.
 
     >>> _says("better", "VRSGD", [{"arm": "VRSGD"}]), _says("better", "SGD:clip=1", [])
     ('**lower, by λ**', '**lower**')

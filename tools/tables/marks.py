@@ -1,4 +1,4 @@
-"""What stands between the marks of a page: found, compared and replaced."""
+"""Find, compare and replace the tables between the marks of a page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training step takes: the tables of docs/evidence/speed.md, and README's."""
+"""The costs of a training step: the tables of docs/evidence/speed.md, and README's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from tools.tables.cells import markdown, once, ratio
 
 Saved = dict[str, Any]
-# What is said of a tool that cannot be timed.
+# The words in a table for a tool that cannot be timed.
 SHORTLY = {"gives moments for": "incomplete", "raises": "cannot run", "second moments": "wrong"}
 
 

@@ -1,4 +1,4 @@
-"""What `varreg theory` measured: tables of docs/understand/theory.md and increments.md."""
+"""The results of `varreg theory`: tables of docs/understand/theory.md and increments.md."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _bound(saved: Saved, claim: str, *parts: str) -> list[str]:
 
 
 def _three(value: float) -> str:
-    """Return a number with three digits, as far as they say something."""
+    """Return a number with up to three significant digits."""
     return f"{float(f'{value:.3g}'):g}"
 
 

@@ -39,7 +39,7 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(importlib.import_module(f"varreg.callbacks.{module}"), name)
     except ModuleNotFoundError as error:
-        if error.name != needs:  # an error of the framework's own
+        if error.name != needs:  # the framework itself misses a module
             raise
         raise ImportError(
             f"varreg: varreg.callbacks.{name} needs {needs}: pip install {needs}."

@@ -19,7 +19,7 @@ Log = Callable[[dict[str, float], int], None]
 
 
 class Follower:
-    """Observes a model, records steps of its optimizer, and restores both."""
+    """Observes a model, records steps of its optimizer, and detaches from both."""
 
     def __init__(
         self,

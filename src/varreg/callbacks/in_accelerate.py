@@ -14,7 +14,7 @@ from varreg.callbacks.follower import Follower
 class AccelerateTracker(GeneralTracker):
     """Observes a model, follows its optimizer, and adds the measured numbers to the log.
 
-    Make it before `prepare()`, and give it to the `Accelerator` as the first of `log_with`:
+    Create it before `prepare()`, and pass it to the `Accelerator` as the first of `log_with`:
 
         tracker = varreg.callbacks.AccelerateTracker(model, optimizer)
         accelerator = Accelerator(log_with=[tracker, "tensorboard"], project_dir="runs")
@@ -27,10 +27,10 @@ class AccelerateTracker(GeneralTracker):
         model: The model, before `prepare()`.
         optimizer: Any torch optimizer; for one of varreg's, λ is logged.
         path: Also write the page of a `varreg.Monitor` there.
-        every: Measure every so many steps. None: as often as 1 % of the time allows.
+        every: Measure every `every`-th step. None: as often as 1 % of the time allows.
         prefix: The beginning of all names.
         layers: Log every layer, too.
-        options: Those of `varreg.observe`, as `groups=8`.
+        options: Options of `varreg.observe`, such as `groups=8`.
 
     """
 

@@ -16,16 +16,17 @@ class LightningCallback(lightning.Callback):
     """Observes the model while `fit()` runs, logs to the Trainer's loggers, and detaches at the
     end.
 
-    With any optimizer; for one of varreg's, λ is logged. Its state is in Lightning's checkpoints.
+    It works with any optimizer; for one of varreg's, it logs λ. Lightning's checkpoints contain its
+    state.
 
     Args:
         path: Also write the page of a `varreg.Monitor` there.
         module: The part of the LightningModule that is trained, by name ("model"). None: the
             LightningModule if it has a `forward()`, else its only part with parameters.
-        every: Log every so many steps of the optimizer. None: as often as 1 % of the time allows.
+        every: Log every `every`-th step of the optimizer. None: as often as 1 % of the time allows.
         prefix: The beginning of all names.
         layers: Log every layer, too.
-        options: Those of `varreg.observe`, as `groups=8`.
+        options: Options of `varreg.observe`, such as `groups=8`.
 
     """
 

@@ -16,15 +16,15 @@ class TrainerCallback(transformers.TrainerCallback):
 
     It works with any optimizer; for one of varreg's, it logs λ. It measures the steps that the
     Trainer logs. The log is `trainer.state.log_history`, and the printed output. The Trainer writes
-    its own reports (`report_to`) before it calls other callbacks: use `add_to(trainer)` in place of
-    `callbacks=[…]`, and the reports have the numbers, too.
+    its own reports (`report_to`) before it calls other callbacks. To have the numbers in these
+    reports, too, use `add_to(trainer)` in place of `callbacks=[…]`.
 
     Args:
         path: Also write the page of a `varreg.Monitor` there.
-        every: Measure every so many steps. None: as often as the Trainer logs.
+        every: Measure every `every`-th step. None: as often as the Trainer logs.
         prefix: The beginning of all names.
         layers: Log every layer, too.
-        options: Those of `varreg.observe`, as `groups=8`.
+        options: Options of `varreg.observe`, such as `groups=8`.
 
     """
 

@@ -1,4 +1,4 @@
-"""Loggers for a loop of one's own: TensorBoard, Weights & Biases, MLflow."""
+"""Loggers for your own training loop: TensorBoard, Weights & Biases, MLflow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from varreg.thresholds import WINDOW
 
 
 class Logger(abc.ABC):
-    """The abstract base class of loggers, which log the numbers that a `varreg.Monitor` records.
+    """The abstract base class of loggers. A logger logs the numbers that a `varreg.Monitor`
+    records.
 
     Call `step(loss)` after `optimizer.step()`, before gradients are cleared. Or use a `with` block,
     in which the logger follows the optimizer by itself, and `step(loss)` only adds the loss.
@@ -25,10 +26,10 @@ class Logger(abc.ABC):
     Args:
         observer: The observer that `varreg.observe` returned.
         optimizer: Any torch optimizer; for one of varreg's, λ is logged.
-        every: Log every so many steps. None: as often as 1 % of the time allows.
+        every: Log every `every`-th step. None: as often as 1 % of the time allows.
         prefix: The beginning of all names.
         layers: Log noise scale and signal-to-noise ratio of every layer, too.
-        window: Records over which the noise scale is averaged.
+        window: The number of records over which the noise scale is averaged.
 
     """
 
@@ -50,7 +51,7 @@ class Logger(abc.ABC):
         )
 
     def step(self, loss: float | Tensor | None = None) -> None:
-        """Count a step, and log it if it is due. A loss that is a tensor is read only then."""
+        """Count a step, and log it if a record is due. A loss tensor is read only in that case."""
         self.recorder.step(loss)
 
     def close(self) -> None:
@@ -78,9 +79,7 @@ class Logger(abc.ABC):
 
 
 class Writer(Protocol):
-    """The interface of a writer: `torch.utils.tensorboard.SummaryWriter` has it, and many
-    others.
-    """
+    """The interface of a writer, such as `torch.utils.tensorboard.SummaryWriter`."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
 
@@ -133,13 +132,13 @@ def imported(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name != name:  # an error of its own
+        if error.name != name:  # the module itself misses another one
             raise
         raise ImportError(f"varreg: this logger needs {name}: pip install {name}.") from error
 
 
 class WandB(Logger):
-    """Logs to a run of Weights & Biases, with an axis of its own: the steps of the optimizer."""
+    """Logs to a run of Weights & Biases. The axis of its numbers is the optimizer's steps."""
 
     def __init__(self, observer: Observer, optimizer: Any, run: Any = None, **options: Any):
         """Take the run that `wandb.init()` returned, or None for the active run."""

@@ -87,8 +87,8 @@ def compare(
 ) -> Compared:
     """Compare optimizers fairly, as `varreg compare` does, and return the result.
 
-    Each run is a process of its own, which imports your file again. So a script that calls it does
-    so below `if __name__ == "__main__":`. The same call with the same folder continues an
+    Runs are done in other processes, which import your file again. So a script must call this
+    function below `if __name__ == "__main__":`. The same call with the same folder continues an
     interrupted comparison; with more seeds or trials, it extends the comparison.
 
     Args:
@@ -104,13 +104,14 @@ def compare(
         seeds: Fresh seeds for the verdict.
         epochs: 0 takes the task's own; so does `batch`.
         batch: See `epochs`.
-        ablations: Whether regularized optimizers are run with their λ taken apart.
+        ablations: Whether to run also the ablations of regularized optimizers: s = 0, λ replaced by
+            its mean, and λ shuffled.
         schedules: Tuned with the learning rate, in the same budget: constant, linear, cosine.
         recipe: Options of all optimizers that do not have their own: schedule, warmup, clip,
             weight_decay, augment, device, batch_norm.
         jobs: Runs at a time; 0 takes as many as there are cores.
         data_dir: Where data sets are.
-        progress: Whether to say which runs have ended.
+        progress: Whether to show which runs have ended.
 
     """
     from varreg.lab import displays

@@ -188,7 +188,7 @@ def measured_parts(console: Console, total: int) -> Iterator[Callable[[str, floa
     """Show parts as they are measured. Yield a function to call with a part and the share of it
     that is done.
 
-    The bar moves only when it is called, so that it takes no time from what is measured.
+    The bar moves only when the function is called, so that it does not disturb the measurement.
     """
     shares: dict[str, float] = {}
     if not console.is_terminal:

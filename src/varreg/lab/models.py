@@ -56,8 +56,8 @@ def lenet() -> nn.Module:
 
 
 def mlp() -> nn.Module:
-    """Return three dense layers: much memory and little computation, so that any cost per parameter
-    shows.
+    """Return three dense layers. They have many parameters and little computation, so that a cost
+    per parameter is easy to measure.
     """
     return nn.Sequential(
         nn.Flatten(),
@@ -136,7 +136,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A small decoder with learned positions, looked up once for the whole batch."""
+    """A small decoder. Its learned positions are looked up once for the whole batch."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""`NoiseDecay`: a learning rate that falls as the noise scale rises. An experiment of the lab: see
-docs/evidence/noise.md for what came out.
+"""`NoiseDecay`: a learning rate that falls as the noise scale rises. It is an experiment of the
+lab; docs/evidence/noise.md has its results.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from varreg.noise.noise_scale import NoiseScale
 
 
 def factor_of(noise_scale: float, start: float, batch: int, power: float) -> float:
-    """Return λ = min(1, [(1 + B_n/m)/(1 + B_n(start)/m)]^−p); 0 where no signal is seen now.
+    """Return λ = min(1, [(1 + B_n/m)/(1 + B_n(start)/m)]^−p); 0 if B_n is infinite.
 
     >>> factor_of(300.0, start=100.0, batch=100, power=2.0)
     0.25
@@ -28,14 +28,14 @@ def factor_of(noise_scale: float, start: float, batch: int, power: float) -> flo
 
 
 class NoiseDecay(LRScheduler):
-    """A scheduler in the manner of torch's: the learning rate is multiplied by
+    """A learning-rate scheduler of torch. It multiplies the learning rate by
 
         λ = min(1, [(1 + B_n/m)/(1 + B_n(start)/m)]^−p)
 
     with B_n the noise scale from the running averages of `noise`, m the samples of its last
     update, and p the `power`. B_n(start) is the first finite B_n that is an average over a whole
-    window; until then λ is 1. It needs no horizon. Above p = 1 it feeds itself: a shorter step
-    raises B_n.
+    window; until then λ is 1. The number of steps need not be known in advance. Above p = 1, λ
+    reinforces itself: a shorter step raises B_n.
 
     Call `noise.update()` after each backward pass, and `step()` after the optimizer's. Save its
     `state_dict()` beside those of the optimizer and of `noise`.
@@ -57,8 +57,8 @@ class NoiseDecay(LRScheduler):
     True
 
     Args:
-        optimizer: Whose learning rates are multiplied.
-        noise: The `varreg.NoiseScale` of the model that it trains, not of the ℓ1 kind.
+        optimizer: The optimizer whose learning rates are multiplied.
+        noise: The `varreg.NoiseScale` of the model that the optimizer trains, without `l1`.
         power: p, above 0.
 
     """
@@ -95,8 +95,8 @@ class NoiseDecay(LRScheduler):
         return [lr * self.factor for lr in self.base_lrs]
 
     def _follow(self, now: float) -> None:
-        """Set λ from the noise scale of now, and the start where it is not known yet."""
-        if math.isnan(now):  # all updates of the window were without finite sums
+        """Set λ from the present noise scale `now`. If B_n(start) is not known yet, set it, too."""
+        if math.isnan(now):  # no update of the window has finite sums
             return
         if math.isnan(self.start) and math.isfinite(now):
             self.start = now
@@ -106,12 +106,12 @@ class NoiseDecay(LRScheduler):
     _KEPT = ("power", "factor", "start", "last_epoch", "_step_count")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds: numbers."""
+        """Return the state for a checkpoint: numbers."""
         lists = {"base_lrs": list(self.base_lrs), "_last_lr": list(self.get_last_lr())}
         return {**{name: getattr(self, name) for name in self._KEPT}, **lists}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint; `power` must be the same."""
+        """Continue from a checkpoint. `power` must be the same."""
         names = (*self._KEPT, "base_lrs", "_last_lr")
         if not isinstance(state_dict, dict) or not all(name in state_dict for name in names):
             raise VarregError(

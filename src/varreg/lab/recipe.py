@@ -26,16 +26,16 @@ class Recipe:
     schedule: str = "constant"
     """The schedule of the learning rate: constant, linear (to 0) or cosine (to 0)."""
     warmup: float = 0.0
-    """The part of all steps in which it first rises from 0, linearly."""
+    """The part of all steps in which the learning rate first rises linearly from 0."""
     horizon: float = 1.0
     """The length of the schedule, as a multiple of the number of steps: usually 1."""
     clip: float = 0.0
-    """The norm to which gradients are clipped; 0: they are not."""
+    """The norm to which gradients are clipped; 0: no clipping."""
     steps: int = 0
     """The number of steps; 0: as many as the epochs have."""
     adascale: int = 0
-    """The base batch of AdaScale around the optimizer; 0: without it. Epochs and steps are then
-    those of the base.
+    """The base batch of an AdaScale around the optimizer; 0: no AdaScale. With AdaScale, epochs and
+    steps are those of the base.
     """
     noise: bool = False
     """Whether the noise scale is measured in every step."""
@@ -46,7 +46,7 @@ class Recipe:
     validation loss, which is early stopping.
     """
     evaluate: str = "epochs"
-    """When: after every epoch and at the end, or only at the end."""
+    """When the run is evaluated: after every epoch and at the end, or only at the end."""
     augment: str = ""
     """The augmentation of the images of a batch: crop, flip, crop+flip; empty: the task's own."""
     device: str = "cpu"
@@ -112,8 +112,8 @@ def _check(recipe: Recipe, where: str) -> None:
         raise VarregError(f"varreg: {where}: horizon must be above 0; got {recipe.horizon!r}.")
     if recipe.noise_decay and (recipe.noise or recipe.adascale):
         raise VarregError(
-            f"varreg: {where}: noise_decay measures the noise itself, and has no other batch to go "
-            "to: leave noise and adascale out."
+            f"varreg: {where}: noise_decay measures the noise by itself, and does not work with "
+            "AdaScale: leave noise and adascale out."
         )
     if not isinstance(recipe.noise, bool):
         raise VarregError(f"varreg: {where}: noise must be True or False; got {recipe.noise!r}.")

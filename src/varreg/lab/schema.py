@@ -17,7 +17,7 @@ SPLITS = ("train", "valid", "test")
 EVALUATIONS = ("step", "seconds", *(f"{s}_{what}" for s in SPLITS for what in ("loss", "accuracy")))
 """The columns of a run's evaluations."""
 SHOWN = ("varreg", "commit", "torch", "python", "processor", "cores")
-"""Of the environment, on a page."""
+"""The entries of the environment that a page shows."""
 
 
 def kind(value: Any) -> str:
@@ -137,13 +137,13 @@ _RESULT: dict[str, Check] = {
 
 
 def record_fault(value: Any) -> str:
-    """Return what is wrong with what a run records: losses, evaluations and statistics."""
+    """Return the fault of the record of a run: its losses, evaluations and statistics."""
     if fault := table_fault(value, _RECORD):
         return fault
     seen, measured = value["evaluations"], value["statistics"]
     if set(seen) != set(EVALUATIONS):
         other = sorted(set(seen) ^ set(EVALUATIONS))
-        return f"other evaluations than there are: {', '.join(map(repr, other[:3]))}"
+        return f"unknown or missing evaluations: {', '.join(map(repr, other[:3]))}"
     if fault := columns_fault(seen, "evaluations"):
         return fault
     if "step" not in measured:
@@ -178,7 +178,7 @@ def result_fault(value: Any, epochs: int | None) -> str:
 
 
 def record_file_fault(value: Any) -> str:
-    """Return what is wrong with an experiment.json, whatever its kind."""
+    """Return the fault of an experiment.json, whatever its kind."""
     if fault := table_fault(value, {"kind": is_text, "arguments": is_table}):
         return fault
     optional = {
@@ -191,7 +191,7 @@ def record_file_fault(value: Any) -> str:
 
 
 def environment_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a page shows of the environment that an experiment.json names."""
+    """Return the environment in an experiment.json, as far as a page shows it."""
     kept = record.get("environment", {})
     plain = {key: kept.get(key, "not saved") for key in SHOWN}
     return {k: v if v is None or is_text(v) or is_number(v) else kind(v) for k, v in plain.items()}

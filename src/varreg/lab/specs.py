@@ -32,7 +32,7 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
 
 
 def parse_options(text: str, spec: str) -> dict[str, Any]:
-    """Read `option=value,option=value`, the part of a spec that is named in errors."""
+    """Parse `option=value,option=value`. Errors name the spec, of which the text is a part."""
     options: dict[str, Any] = {}
     for part in filter(None, _split(text)):
         key, equals, value = part.partition("=")
@@ -126,7 +126,7 @@ def resolve(spec: str, argument: str) -> tuple[Any, dict[str, Any]]:
     """Import the object that `package.module:name,option=value` names; return the object and the
     options.
 
-    `argument` is the one of the command line that errors speak of.
+    `argument` is the name of the command line's argument, for errors.
     """
     module, _, rest = spec.partition(":")
     name, _, given = rest.partition(",")
@@ -157,7 +157,9 @@ def refuse_options(options: dict[str, Any], taker: str) -> None:
 
 
 def call(function: Callable[..., Any], options: dict[str, Any], description: str) -> Any:
-    """Call a user's function with options; raise an error that says which options it takes."""
+    """Call a user's function with options. If it does not take them, raise a VarregError that names
+    the options that it takes.
+    """
     signature = _signature(function)
     try:
         signature.bind(**options)
@@ -183,7 +185,9 @@ def call(function: Callable[..., Any], options: dict[str, Any], description: str
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature; one that takes any option for functions in C that have none."""
+    """Return the signature. For functions in C without one, return a signature that takes any
+    option.
+    """
     try:
         return inspect.signature(function)
     except ValueError:

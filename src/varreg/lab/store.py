@@ -24,7 +24,7 @@ from varreg.errors import VarregError
 PATIENCE = 10.0
 """Seconds to wait for another process."""
 _UMASK = os.umask(0)
-os.umask(_UMASK)  # there is no other way to ask for it
+os.umask(_UMASK)  # setting the umask is the only way to read it
 
 
 def write(path: Path, content: bytes) -> None:
@@ -46,8 +46,8 @@ def write(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON. A number that is not finite, which JSON does not have, is written as the word for
-    it: "nan", "inf", "-inf".
+    """Write JSON. JSON has no numbers that are not finite: they are written as the words "nan",
+    "inf" and "-inf".
     """
     write(path, json_of(value))
 
@@ -133,7 +133,7 @@ def check_inside(folder: Path, path: Path) -> None:
     if not inside:
         raise VarregError(
             f"varreg: {path} is a link that leads out of {folder}, and nothing is read or written "
-            "there. Put what it leads to in its place, or remove it."
+            "there. Replace the link by its target, or remove it."
         )
 
 
@@ -179,16 +179,14 @@ def read_tensors(path: Path, remedy: str) -> Any:
         content = _content(path)
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             wrong = archive.testzip()
-    except (
-        Exception
-    ) as error:  # zipfile's many kinds; a file that is cut short has no end to be found
+    except Exception as error:  # zipfile raises many kinds
         came = str(error) if path.is_file() and not _is_empty(path) else "an empty file or none"
         raise damaged(path, expected, came, remedy) from error
     if wrong is not None:
         raise damaged(path, expected, f"a wrong checksum of {wrong!r}", remedy)
     try:
         return torch.load(io.BytesIO(content), weights_only=True)
-    except Exception as error:  # torch's many kinds
+    except Exception as error:  # torch raises many kinds
         came = f"one that torch does not load ({_first_line(error)})"
         raise damaged(path, expected, came, remedy) from error
 
@@ -204,8 +202,8 @@ class BusyError(VarregError):
 
 @contextlib.contextmanager
 def alone(folder: Path, what: str, patience: float | None = None) -> Iterator[None]:
-    """Lock a folder inside of the `with` block, so that no other process works on it. The lock ends
-    with its process, in any case.
+    """Lock a folder inside of the `with` block, so that no other process works on it. The lock also
+    ends if the process is killed.
     """
     check_inside(folder, folder / ".lock")  # locking empties the file
     try:

@@ -1,5 +1,5 @@
-"""Record σ² in real training: run plain SGD and measure; at its end, measure how v² of a batch
-relates to the error of that batch.
+"""Record σ² in real training: run plain SGD and measure σ². At the end of the run, measure how v²
+of a batch relates to the error of that batch.
 
 `python -m varreg.lab.variances` records the series that ship with varreg, from the paper's two
 tasks, as small files for `varreg theory`.

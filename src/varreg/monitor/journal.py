@@ -1,9 +1,9 @@
-"""The data of a monitor: a file of JSON lines that is only ever appended to.
+"""The data of a monitor: a file of JSON lines. Lines are only appended.
 
-There are four kinds of lines: `{"session": …}` when a monitor starts, `{"layers": […]}` when layers
-are new, `{"step": …}` for a record, and `{"end": …}`. A process may be killed at any moment: a
-reader drops an incomplete last line. JSON has no numbers that are not finite: they are the words
-"nan", "inf" and "-inf".
+There are four kinds of lines: `{"session": …}` when a monitor starts, `{"layers": […]}` when there
+are new layers, `{"step": …}` for a record, and `{"end": …}`. A process may be killed at any moment,
+so a reader drops an incomplete last line. JSON cannot represent numbers that are not finite: they
+are written as the words "nan", "inf" and "-inf".
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class Log:
     end: dict[str, Any] | None = None
     """How the last session ended; None while it runs, or if it was killed."""
     most: int | None = None
-    """The largest number of records in memory, evenly spaced and with the last; None: all."""
+    """The largest number of records in memory. They are evenly spaced and include the last one.
+    None: all records.
+    """
     _count: int = 0
     _stride: int = 1
 
@@ -70,7 +72,7 @@ class Log:
 
     def _add_record(self, line: str) -> None:
         """Add a record; if there are too many, drop every second one."""
-        # line k is record k·stride; only the last may lie in between, and the next one replaces it
+        # line k is record k·stride, except the last line, which the next record may replace
         if self.lines and (self._count - 1) % self._stride:
             self.lines.pop()
         self.lines.append(line)

@@ -20,9 +20,9 @@ Numbers = dict[str, Any]
 
 
 def of_noise(observer: Observer, noise: NoiseScale, layers: bool) -> Numbers:
-    """Return the numbers from the moments, after `noise.update()`. Of this batch: the size of the
-    mean gradient, its noise, and gauges. From `noise`: B_n with its interval, and the layers that
-    are noise.
+    """Return the numbers that follow from the moments; call it after `noise.update()`. The size of
+    the mean gradient, its noise and the gauges are those of this batch. B_n, its interval, and the
+    layers whose gradient is mostly noise or mostly signal are averages from `noise`.
     """
     latest, m = noise.latest, noise.batch
     trace, signal = latest.sum(0).tolist()
@@ -45,7 +45,7 @@ def of_noise(observer: Observer, noise: NoiseScale, layers: bool) -> Numbers:
 
 
 def sizes(trace: float, signal: float, m: int) -> Numbers:
-    """Return |ḡ|, the standard error of ḡ, and both ratios of the two.
+    """Return |ḡ|, the standard error of ḡ, and the ratio of the two in both directions.
 
     >>> sizes(trace=8.0, signal=3.0, m=8)  # |ḡ|² = 3 + 8/8
     {'grad_norm': 2.0, 'grad_error': 1.0, 'snr': 2.0, 'norm_test': 0.5}

@@ -1,4 +1,4 @@
-"""`Monitor`: a page that shows a training while it runs, from one line in the loop."""
+"""`Monitor`: a page that shows a training while it runs. It takes one line in the loop."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from varreg.thresholds import WINDOW
 class Monitor:
     """Shows a training while it runs, on one page that refreshes itself.
 
-    The page has loss, gradient norm, signal-to-noise ratio, gradient noise scale with its interval
-    (`varreg.NoiseScale`), gauges, and the layers that are noise; for varreg's optimizers also λ.
+    The page shows loss, gradient norm, signal-to-noise ratio, gradient noise scale with its
+    interval (`varreg.NoiseScale`), gauges, and the layers whose gradient is mostly noise. For
+    varreg's optimizers it also shows λ.
 
     >>> import torch, varreg
     >>> model = torch.nn.Linear(4, 1)
@@ -50,8 +51,8 @@ class Monitor:
         observer: The observer that `varreg.observe` returned.
         optimizer: Any torch optimizer, or None if there is none. For one of varreg's, the page
             shows λ.
-        path: A folder, for `monitor.html` and its data `monitor.jsonl`; or a page, `….html`, with
-            its data beside it.
+        path: A folder, for `monitor.html` and its data `monitor.jsonl`; or the path of a page,
+            `….html`, whose data are written beside it.
         every: Record every `every`-th step. None: as often as 1 % of the time allows; the monitor
             measures its own cost.
         layers: Also record the signal-to-noise ratio and the noise scale of every layer.
@@ -164,7 +165,7 @@ class Monitor:
         return pd.DataFrame(rows, columns=None if rows else ["step"]).set_index("step")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint. A run that resumes drops the records after it."""
+        """Return the state for a checkpoint. A run that continues from it drops later records."""
         return self.recorder.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -187,7 +188,7 @@ class Monitor:
 
 
 def _is_open(monitor: Monitor) -> bool:
-    """Return whether a monitor still records: neither closed, nor replaced by another."""
+    """Return whether a monitor still records: it is neither closed nor replaced by another one."""
     publisher = monitor._publisher
     return not monitor._closed and (publisher is None or publisher.is_open)
 
@@ -202,7 +203,7 @@ def _check_open(monitor: Monitor) -> None:
 
 
 def _check(path: Any, resume: Any, title: Any) -> None:
-    """Raise a VarregError if one of these arguments is of another type."""
+    """Raise a VarregError if one of these arguments has a wrong type."""
     if not isinstance(path, (str, os.PathLike)):
         raise VarregError(
             "varreg: Monitor expects the path of a folder, or of a page that ends with .html; got "

@@ -14,10 +14,10 @@ _TICK = time.get_clock_info("perf_counter").resolution
 
 class Pace:
     """Decides at which steps to record. Without `every`, a record is due when time allows it: all
-    records, and one more that takes as long as the last, may take `share` of the time that has
-    passed.
+    records so far, and one more that takes as long as the last, may take `share` of the time that
+    has passed.
 
-    The first record does not count: it warms up.
+    The first record does not count, since caches are cold.
 
     >>> now = 0.0
     >>> pace = Pace(None, share=0.01, clock=lambda: now)
@@ -75,7 +75,7 @@ class Pace:
         else:
             self.every = self.fixed or steps
             self.spent += cost
-            # count the next record, as long as this one, in advance: so the share is never exceeded
+            # count the next record in advance, so that the share is never exceeded
             due = (self.spent + cost) / self.share - (now - self._origin)
             pause = max(cost * (1 / self.share - 1), due)
             self._until = now + pause
@@ -83,7 +83,7 @@ class Pace:
         return max(1, math.ceil((self._until - now) / per_step))
 
     def agree(self, step: int) -> None:
-        """Make this step the next to record, independent of the clock: all processes do so."""
+        """Record this step next, whatever the clock says. All processes must agree on it."""
         self._due = step
 
     @property

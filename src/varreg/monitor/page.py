@@ -29,7 +29,7 @@ def html(log: Log, status: dict[str, Any]) -> str:
     }
     data = f'{{"about":{json.dumps(about)},"records":[{",".join(log.lines)}]}}'
     before, after = _frame()
-    # only these two sequences could end the script
+    # only these two sequences could end the script element in which the data are
     return before + data.replace("</", "<\\/").replace("<!--", "<\\u0021--") + after
 
 

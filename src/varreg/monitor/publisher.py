@@ -24,9 +24,9 @@ _OPEN: dict[Path, Publisher] = {}
 
 class Publisher:
     """Appends records to the journal at once, and writes the page from time to time. It holds no
-    reference to the model, so that the model can be freed first.
+    reference to the model, so that the model can be freed before it.
 
-    A full disk does not end a training: there is one warning.
+    If the disk is full, it warns once, and training continues.
     """
 
     def __init__(self, path: Path, resume: bool):
@@ -46,7 +46,7 @@ class Publisher:
 
     @property
     def is_open(self) -> bool:
-        """Return whether it still writes: it did not end, and no other took its place."""
+        """Return whether it still writes: it has not ended, and no other took its place."""
         return _OPEN.get(self._key) is self
 
     def start(self, recorder: Recorder, title: str | None) -> None:
@@ -80,7 +80,7 @@ class Publisher:
             self.publish()
 
     def publish(self) -> None:
-        """Write the page, and plan the next time: the pages take a small share of the time."""
+        """Write the page, and plan the next one, so that pages take a small share of the time."""
         began = time.perf_counter()
         running = self.journal.log.end is None
         status = {"written": round(time.time(), 2), **self.status}

@@ -81,7 +81,7 @@ class Recorder:
             self._hook = None
 
     def step(self, loss: float | Tensor | None = None) -> None:
-        """Count a step, and record it if it is due. Only then, read `loss`."""
+        """Count a step, and record it if a record is due. `loss` is read only in that case."""
         if self._hook is None:
             self._count()
         if self._pending is not None:
@@ -101,9 +101,9 @@ class Recorder:
         if self._together:
             self.pace.agree(found["step"] + _of_rank_0(pause))
 
-    @disable_dynamo  # eager, also inside of a compiled training step
+    @disable_dynamo  # it runs eagerly, even inside a compiled training step
     def _count(self) -> None:
-        """Count a step, and measure if it is due."""
+        """Count a step, and measure it if a record is due."""
         if self._pending is not None:
             self._flush(None)
         self.steps += 1

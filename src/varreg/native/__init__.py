@@ -1,8 +1,11 @@
-"""Work in one pass over memory, by a few lines of C, each with a twin in PyTorch.
+"""Kernels in C for the CPU. A kernel needs one pass over memory.
 
-They come with the wheel, or are compiled at first use, if a C compiler is at hand, and kept in the
-user's cache. Without them, PyTorch's own operations do the same: slower, with the same numbers.
-`VARREG_NATIVE=0` asks for that. `VARREG_NATIVE_FLAGS` has flags for the compiler beside its own.
+Each kernel has a definition: a slower function in PyTorch that computes the same numbers up to
+rounding. The file of the kernel names its definition.
+
+The wheel contains the compiled kernels. Otherwise they are compiled at first use, if a C compiler
+is installed, and kept in the user's cache. Without kernels, the definitions are used.
+`VARREG_NATIVE=0` switches the kernels off. `VARREG_NATIVE_FLAGS` has more flags for the compiler.
 """
 
 from varreg.native import contract, layer_sums, reductions

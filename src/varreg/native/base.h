@@ -1,8 +1,8 @@
-/* The whole step of many parameters: torch's own step and what comes after it, in one pass over
-   memory. Included after step.h, once for each REAL. The base's arithmetic is torch's to the bit,
-   rounding by rounding: optim/whole_step.py tries that. A product and a sum are
-   one operation where torch makes them one; elsewhere they are in loops of their own, since a
-   compiler may join them within a loop. */
+/* The whole step of many parameters, in one pass over memory: torch's own step, then the scaling by
+   lambda. Included after step.h, once for each REAL. The base's arithmetic equals torch's to the
+   bit, rounding by rounding: optim/whole_step.py tests that once. Where torch fuses a product and a
+   sum into one operation, so does this code. Elsewhere product and sum are in separate loops, since
+   a compiler may fuse them within one loop. */
 
 #ifndef BASE
 #define BASE
@@ -35,7 +35,7 @@ static inline void NAME(multiply)(int64_t n, REAL *restrict x, REAL by) {
     for (int64_t i = 0; i < n; i++) x[i] *= by;
 }
 
-/* torch.optim.SGD. Twin: _single_tensor_sgd. */
+/* The step of torch.optim.SGD. The definition is torch's _single_tensor_sgd. */
 static void NAME(sgd_block)(const Task *t, int64_t at, int64_t n) {
     REAL room[BLOCK], ahead[BLOCK];
     const REAL *g = NAME(used_block)(t, at, n, room);
@@ -64,8 +64,9 @@ static void NAME(whole_block)(const Task *t, int64_t at, int64_t n, int64_t numb
     NAME(update_block)(t, at, n, number);
 }
 
-/* Whether the gradient is what was measured, or a multiple of it, with squares of an ordinary size.
-   Twins: as_seen in optim/gradient.py, and _set_products in optim/collect.py. */
+/* Return whether the gradient is the measured one, or a multiple of it, and its squares are of an
+   ordinary size. The definitions are as_seen in optim/gradient.py and _set_products in
+   optim/collect.py. */
 static int NAME(is_ready)(Task *t, const double *sums) {
     const double SS = sums[0], gS = sums[1], gg = sums[2], W = sums[3];
     if (!(SS + gg + t->m * W <= t->most)) return 0;
@@ -78,8 +79,9 @@ static int NAME(is_ready)(Task *t, const double *sums) {
     return 1;
 }
 
-/* The whole step of many parameters. A few at a time are compared with what was measured and moved,
-   while they are in the cache. What is not ready stays as it is, and is_left says so. */
+/* Take the whole step of many parameters. Compare the gradients of a few parameters with the
+   measured ones, and move these parameters while they are in the cache. A parameter that is not
+   ready does not change; its is_left becomes 1. */
 void NAME(whole)(int64_t tasks, Task *task, int threads) {
     for (int64_t first = 0, last; first < tasks; first = last) {
         int64_t elements = 0;

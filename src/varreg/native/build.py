@@ -17,8 +17,8 @@ FLAGS = (
     "-shared",
     "-fPIC",
 )
-# What torch asks of a processor before it uses its own kernels of that name
-# (`torch.backends.cpu.get_cpu_capability()`), best first; x86-64-v4 and v3 are named after these.
+# The features that torch requires of a processor for its own kernels of that name
+# (`torch.backends.cpu.get_cpu_capability()`), best first.
 LEVELS = {
     "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma"),
     "avx2": ("avx2", "fma"),
@@ -27,15 +27,16 @@ LEVELS = {
 
 
 def sources() -> str:
-    """Return the text of all that is compiled, but for the contract."""
+    """Return the text of all files that are compiled, except the contract."""
     return "".join(path.read_text() for path in sorted(SOURCES.glob("*.[ch]")))
 
 
 def build(compiler: list[str], flags: list[str], header: str, made: Path) -> None:
-    """Compile the kernels to `made`, with threads if it can be done.
+    """Compile the kernels to `made`, with threads if possible. Raise a RuntimeError if the compiler
+    fails.
 
-    With gcc, threads are libgomp's, which torch has loaded. With clang, they are those of
-    threads.c, which needs no OpenMP library. Raise a RuntimeError if it does not work.
+    With gcc, the threads are those of libgomp, which torch has loaded. With clang, they are those
+    of threads.c, which needs no OpenMP library.
     """
     (made.parent / "contract.h").write_text(header)
     kernels, threads = str(SOURCES / "kernels.c"), str(SOURCES / "threads.c")
@@ -45,7 +46,7 @@ def build(compiler: list[str], flags: list[str], header: str, made: Path) -> Non
         return
     try:
         _run([*common, "-fopenmp"])
-    except RuntimeError:  # without threads, then
+    except RuntimeError:  # compile without threads
         _run([*common, "-Wno-unknown-pragmas"])
 
 

@@ -1,8 +1,8 @@
-"""The folder that keeps compiled libraries: private to the user, and each file with the hash of its
-content in its name.
+"""The folder that keeps compiled libraries. It is private to the user, and the name of each file
+contains the hash of its content.
 
-A library is code. Nothing is loaded that another user owns or could have written, nor what is not
-as it was made.
+A library is code. So no file is loaded that another user owns or could have written, or whose
+content has changed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
 
 def open_folder() -> Path | None:
-    """Return the folder, which is made if need be; None where there is none to be trusted."""
+    """Return the folder, and create it if it is missing; return None if it cannot be trusted."""
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = home / "varreg" / "native"
@@ -41,17 +41,16 @@ def open_folder() -> Path | None:
                 stacklevel=2,
             )
             return None
-        if found.st_mode & (
-            stat.S_IRWXG | stat.S_IRWXO
-        ):  # what others left there is not theirs to load
+        # close it to other users; `find` then rejects files that they have written
+        if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             folder.chmod(stat.S_IRWXU)
-    except (OSError, RuntimeError):  # it cannot be written, or there is no home
+    except (OSError, RuntimeError):  # the folder cannot be written, or there is no home
         return None
     return folder
 
 
 def find(folder: Path, key: str) -> Path | None:
-    """Return the library that was kept under a key, if it is the user's and as it was made."""
+    """Return the library that was kept under a key, if the user owns it and it has not changed."""
     for path in folder.glob(f"kernels-{key}-*{SUFFIX}"):
         found = path.lstat()
         own = stat.S_ISREG(found.st_mode) and _is_own(found)
@@ -62,8 +61,8 @@ def find(folder: Path, key: str) -> Path | None:
 
 
 def keep(folder: Path, key: str, made: Path) -> Path:
-    """Copy a library into the folder, and return its path there, or the one it has if there is no
-    room. Others of that key are removed: they are damaged.
+    """Copy a library into the folder, and return its path there; return the old path if the copy
+    fails. Remove other files with that key: they are damaged.
     """
     try:
         for path in folder.glob(f"kernels-{key}-*{SUFFIX}"):
@@ -71,7 +70,7 @@ def keep(folder: Path, key: str, made: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
             copy = Path(shutil.copyfile(made, Path(temporary) / made.name))
             copy.chmod(stat.S_IRWXU)
-            # renamed when it is complete: another process never sees a part of it
+            # rename it when it is complete, so that no other process sees a part of it
             return copy.replace(folder / _name(key, copy))
     except OSError:
         return made
@@ -79,8 +78,8 @@ def keep(folder: Path, key: str, made: Path) -> Path:
 
 @contextlib.contextmanager
 def locked(folder: Path | None) -> Iterator[None]:
-    """Wait until no other process is in this block. On Windows nobody waits: each process compiles,
-    and the last one's library is kept.
+    """Wait until no other process is in this block. On Windows no process waits: each compiles, and
+    the last one's library is kept.
     """
     if folder is None or sys.platform == "win32":
         yield

@@ -1,8 +1,8 @@
-"""What Python and C agree on: structs whose fields have names, and enums.
+"""The contract between Python and C: structs whose fields have names, and enums.
 
 `tasks.h` declares the same structs for C. When the library is built, `header()` writes the enums,
-and an assertion for the size of each struct and the place of each field: if the two sides differ,
-the compiler says so. `enum` names are `HISTORY_MEAN` for `History.MEAN`.
+and an assertion for the size of each struct and the place of each field. If the two sides differ,
+the compiler reports it. In C, `History.MEAN` is `HISTORY_MEAN`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _fields(kind: type, names: str) -> list[tuple[str, type]]:
 
 
 class Task(ctypes.Structure):
-    """One tensor's part of a call that works on many: see `tasks.h` for what each field is."""
+    """One tensor's part of a call for many tensors. `tasks.h` explains each field."""
 
     _fields_ = (
         *_fields(ctypes.c_int64, "n increment history form scale_free is_shared is_partial"),

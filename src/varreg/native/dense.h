@@ -1,16 +1,16 @@
 /* S = sum of C_u and W = sum of C_u^2/n over groups u of n samples, where C_u is a matrix product:
-   of a dense layer, or of a convolution. C_u exists a tile at a time, in registers, and nowhere
-   else. Twin, and definition: Outer in engine/contribution.py. The letters are the same there: b
-   samples of r rows (time steps, pixels), o output and i input features.
+   of a dense layer, or of a convolution. C_u is computed tile by tile in registers, and never
+   written to memory. The definition in PyTorch is Outer in engine/contribution.py. The letters are
+   the same: b samples of r rows (time steps, pixels), o output and i input features.
 
-   A tile is MR output features times NV vectors of input features. delta comes packed, so that the
-   MR numbers of a row lie side by side.
+   A tile is MR output features times NV vectors of input features. delta is packed, so that the MR
+   numbers of a row are adjacent in memory.
 
-   Where the sum of all elements of W is wanted alone, a tile adds that to one number in double
-   precision: no W exists. Of a row, `valid` numbers count. */
+   If only the sum of all elements of W is wanted (`alone`), a tile adds its part to one number in
+   double precision, and W is not written. Only the first `valid` numbers of a row count. */
 
-/* Where the rows of one sample's input features are: `outer` times `inner` of them (a convolution's
-   output lines, and the pixels of a line). */
+/* The places of the rows of one sample's input features. There are `outer` times `inner` rows; for
+   a convolution, these are its output lines, and the pixels of a line. */
 typedef struct {
     int64_t sample, outer, inner, outer_step, inner_step;
 } NAME(lines);
@@ -20,7 +20,7 @@ static inline __attribute__((always_inline)) void
 NAME(tile)(const int mr, const int nv, const int alone, int64_t units, int64_t n, const REAL *a,
            const REAL *b, const NAME(lines) *at, REAL *restrict S, void *restrict W, int64_t ld,
            int64_t valid, REAL share) {
-    /* of a few at a time: one addition after the other would drift */
+    /* a few groups at a time: one long chain of additions would drift */
     for (int64_t first = 0; first < units; first += FEW) {
         NAME(vec) total[MR][NV], square[MR][NV], all[NV] = {{0}};
         UNROLL for (int m = 0; m < mr; m++)
@@ -84,8 +84,9 @@ static const NAME(tile_of) NAME(tiles)[MR][NV][2] = {EACH(1),  EACH(2), EACH(3),
 #undef TILES
 #undef EACH
 
-/* Output features in blocks of one tile's height at most, of fours (twos, where tiles are low) but
-   for the last, and about equal: how many, and where block k begins. */
+/* Output features are divided into blocks of about equal size, at most one tile high. Their sizes
+   are multiples of MR/3, except for the last. These are the number of blocks, and the first feature
+   of block k. */
 static inline int64_t NAME(blocks_of)(int64_t features) { return (features + MR - 1) / MR; }
 static inline int64_t NAME(begin)(int64_t k, int64_t features) {
     const int64_t some = MR / 3, blocks = NAME(blocks_of)(features),
@@ -129,8 +130,8 @@ static inline void NAME(transpose)(const REAL *restrict from, int64_t stride, RE
         for (int64_t j = 0; j < columns; j++) to[j * step + i] = from[i * stride + j];
 }
 
-/* to[j*step + k] = from[j*stride + k] for rows of a few numbers: a vector at a time, of which the
-   next row overwrites what is too much. */
+/* to[j*step + k] = from[j*stride + k], for rows of a few numbers. Whole vectors are copied: the
+   next row overwrites the surplus numbers. */
 static inline void NAME(copy)(const REAL *restrict from, int64_t stride, REAL *restrict to,
                               int64_t step, int64_t rows, int64_t columns) {
     int64_t j = 0, vectors = (columns + LANES - 1) / LANES;
@@ -149,13 +150,13 @@ static inline void NAME(copy)(const REAL *restrict from, int64_t stride, REAL *r
         for (int64_t k = 0; k < columns; k++) to[j * step + k] = from[j * stride + k];
 }
 
-/* The groups of a batch: `larger` of `size` + 1 samples, then the others. */
+/* The groups of a batch: first `larger` groups of `size` + 1 samples, then groups of `size`. */
 typedef struct {
     int64_t count, size, larger;
 } NAME(groups);
 
-/* The groups `first` to `end` have n samples each, the first of them being `start`: as many as are
-   alike, and `at_once` at most. */
+/* A run of groups, from `first` to `end`, at most `at_once`, all of n samples. `start` is the first
+   sample of the run. */
 typedef struct {
     int64_t end, n, start;
 } NAME(run);
@@ -174,7 +175,7 @@ static inline void NAME(clear)(REAL *x, int64_t n, int threads) {
         memset(x + n * t / threads, 0, (n * (t + 1) / threads - n * t / threads) * sizeof(REAL));
 }
 
-/* to += from, which is then 0 */
+/* Add `from` to `to`, and set `from` to 0. */
 static inline void NAME(fold)(REAL *restrict to, REAL *restrict from, int64_t n) {
     for (int64_t k = 0; k < n; k++) {
         to[k] += from[k];
@@ -182,8 +183,7 @@ static inline void NAME(fold)(REAL *restrict to, REAL *restrict from, int64_t n)
     }
 }
 
-/* What a bias gets: S and W, side by side, of the sums of delta over rows, `of` [batch * per, o].
- */
+/* Write S and W of a bias, [2, o], from the sums of delta over rows, `of` [batch * per, o]. */
 static void NAME(bias)(const REAL *of, REAL *sums, int64_t batch, int64_t per, int64_t groups,
                        int64_t o) {
     for (int64_t f = 0; f < o; f++) {
@@ -201,13 +201,14 @@ static void NAME(bias)(const REAL *of, REAL *sums, int64_t batch, int64_t per, i
     }
 }
 
-/* Dense layers: delta [b, r, o], a [b, r, i]; S and W [o, i], and, if it is wanted, both of the
-   bias [2, o]. Without W, each thread has its part of the sum of W in `spread`. */
+/* Compute S and W [o, i] of dense layers from delta [b, r, o] and a [b, r, i]; with `bias`, also
+   both sums of the bias, [2, o]. Without W, each thread adds its part of the sum of W to `spread`.
+ */
 static void NAME(outer_of)(const REAL *delta, const REAL *a, REAL *S, REAL *W, REAL *bias,
                            REAL *scratch, double *spread, int64_t batch, int64_t groups, int64_t r,
                            int64_t o, int64_t i, int64_t at_once, int threads) {
     const int alone = !W;
-    REAL *sums = scratch; /* of delta over the rows of each sample */
+    REAL *sums = scratch; /* sums of delta over the rows of each sample */
     scratch += bias ? batch * o : 0;
     NAME(clear)(S, o * i, threads);
     if (W) NAME(clear)(W, o * i, threads);
@@ -216,11 +217,11 @@ static void NAME(outer_of)(const REAL *delta, const REAL *a, REAL *S, REAL *W, R
     for (int64_t first = 0; first < groups;) {
         NAME(run) run = NAME(run_from)(first, all, at_once);
         const int64_t units = run.end - first, n = run.n, rows = units * n * r;
-        /* of the blocks, where panels cannot be shared out evenly */
+        /* divide the blocks, too, if the threads cannot share the panels evenly */
         const int64_t split = panels % threads && panels < 8 * threads ? threads : 1;
         const REAL *d = delta + run.start * r * o, *x = a + run.start * r * i,
                    share = (REAL)1 / (REAL)n;
-        /* a group's rows lie one after the other */
+        /* the rows of a group are adjacent in memory */
         const NAME(lines) at = {n * r * width, 1, n * r, 0, width};
 #pragma omp parallel num_threads(threads)
         {
@@ -259,7 +260,7 @@ static void NAME(outer_of)(const REAL *delta, const REAL *a, REAL *S, REAL *W, R
                         NAME(tiles)[mr - 1][nv - 1][alone](units, 1, deltas, panel, &at, total,
                                                            alone ? (void *)&squares : square, i,
                                                            wide, share);
-                    else { /* the last, narrow one */
+                    else { /* the last panel is narrower than its vectors */
                         REAL t[MR * NV * VECTOR / sizeof(REAL)] = {0},
                                                   q[MR * NV * VECTOR / sizeof(REAL)] = {0};
                         NAME(tiles)[mr - 1][nv - 1][0](units, 1, deltas, panel, &at, t, q, width,

@@ -1,8 +1,10 @@
-/* A depthwise convolution: each output feature sees one input channel alone. S and W are [o, 1, kh,
-   kw], o a multiple of c. Nothing is packed. */
+/* Depthwise convolutions: each output feature sees only one input channel. S and W are [o, 1, kh,
+   kw], and o is a multiple of c. Nothing is packed. */
+
+/* Return the contribution of one image to one element (ky, kx) of the kernel. */
 static inline REAL NAME(seen)(const Convolution *s, const REAL *x, const REAL *delta, int64_t ky,
                               int64_t kx) {
-    /* of the pixels that see no padding */
+    /* output pixels `left` to `right` of a line do not see padding */
     const int64_t before = s->px - kx * s->dx, left = before > 0 ? (before + s->sx - 1) / s->sx : 0;
     const int64_t last = s->w - 1 + before, end = last < 0 ? 0 : last / s->sx + 1;
     const int64_t right = end < s->ow ? end : s->ow;

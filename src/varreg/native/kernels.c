@@ -1,5 +1,5 @@
-/* Every kernel, for float and for double. One header for each part of the work; its twin in PyTorch
-   is named there. */
+/* All kernels, for float and for double. Each header names the definition of its kernels: slower
+   code in PyTorch that computes the same. */
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
@@ -26,7 +26,7 @@ extern int omp_get_thread_num(void); /* clang has no omp.h of its own; see threa
 #define MR 6
 #endif
 #define NV 2
-#define FEW 64 /* groups that are added up one after the other */
+#define FEW 64 /* groups in one chain of additions */
 
 #define LANES ((int64_t)(VECTOR / sizeof(REAL)))
 #define AT(p) (*(NAME(vec) *)(p)) /* a vector, at any address */

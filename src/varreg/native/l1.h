@@ -1,8 +1,8 @@
-/* Sums for the noise scale's l1 version. Included after lambda.h, once for each REAL. Twin, and
-   definition: l1_sums in noise/measure.py. */
+/* Sums for the l1 version of the noise scale. Included after lambda.h, once for each REAL. The
+   definition in PyTorch is l1_sums in noise/measure.py. */
 
-/* exp(x) for x <= 0, without libm and without branches: x = k ln 2 + r, |r| <= ln 2/2. The sum of a
-   number and MAGIC has k in its lowest bits; moved to the exponent, they multiply by 2^k. */
+/* Return exp(x) for x <= 0, without libm and without branches: x = k ln 2 + r, |r| <= ln 2/2. The
+   sum x/ln 2 + magic has k in its lowest bits. Shifted into the exponent, they multiply by 2^k. */
 static inline REAL NAME(exponential)(REAL x) {
     const int single = sizeof(REAL) == sizeof(float);
     const REAL magic = single ? (REAL)12582912.0 : (REAL)6755399441055744.0; /* 3/2 2^23, 2^52 */
@@ -36,8 +36,8 @@ static inline REAL NAME(exponential)(REAL x) {
     return x < lowest ? 0 : result.real;
 }
 
-/* The sums of s, |mean| and e exp(-4 z^2) of a block, e = s/sqrt(m) and z = mean/e, with s^2 the
-   unbiased variance of one sample. */
+/* Write the sums of s, |mean| and e exp(-4 z^2) of a block, where e = s/sqrt(m), z = mean/e, and
+   s^2 is the unbiased variance of one sample. */
 static void NAME(l1_block)(const Task *t, int64_t at, int64_t n, int64_t number) {
     const REAL *S = TENSOR(total), scale = NUMBER(scale), part = 1 / SQRT(NUMBER(m));
     double *out = (double *)t->products + 4 * number, spread = 0, size = 0, excess = 0;

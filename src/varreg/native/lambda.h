@@ -1,8 +1,9 @@
-/* Lambda, and what it is made of. Included once for each REAL, float and double, with NAME(x)
-   giving its functions their names. Twins, and definitions: regularizer.py. The letters are theirs.
+/* Lambda, and the variance and history that it needs. Included once for each REAL, float and
+   double; NAME(x) is the name of function x for this REAL. The definitions in PyTorch are in
+   regularizer.py. The letters are the same.
 
-   Work is done in blocks so small that what passes from one stage to the next stays in the
-   first-level cache: memory is read once, and written once. */
+   Work is done in small blocks, so that intermediate results stay in the first-level cache: memory
+   is read once, and written once. */
 
 #ifndef LAMBDA
 #define LAMBDA
@@ -14,11 +15,11 @@
 #define TINY ((REAL)(sizeof(REAL) == sizeof(float) ? FLT_MIN : DBL_MIN))
 #define SQRT(x) ((REAL)(sizeof(REAL) == sizeof(float) ? sqrtf(x) : sqrt(x)))
 
-/* A kind that Python knows and no loop below: lambda would not be written. */
+/* If Python had a kind for which there is no loop below, lambda would not be written. */
 _Static_assert(HISTORY_KINDS == 3 && FORM_KINDS == 2 && INCREMENT_KINDS == 4, "kinds");
 
-/* Do all blocks of all tensors, in equal shares for the threads. `number` is that of the block
-   among all. */
+/* Call `work` for all blocks of all tensors; the threads have equal shares. `number` is the number
+   of the block among all blocks. */
 static void each_block(int64_t tasks, const Task *task, int threads,
                        void (*work)(const Task *, int64_t at, int64_t n, int64_t number)) {
     int64_t blocks = 0;
@@ -34,8 +35,8 @@ static void each_block(int64_t tasks, const Task *task, int threads,
     }
 }
 
-/* From four sums of each block to those of each tensor, at the beginning of the room for them. They
-   are added up in an order that does not depend on threads. */
+/* Add up the four sums of all blocks of each tensor, and write the results to the beginning of the
+   same memory. The order of additions does not depend on the number of threads. */
 static void add_up(int64_t tasks, const Task *task) {
     double *in = tasks ? task->products : 0, *out = in;
     for (int64_t k = 0; k < tasks; k++, out += 4) {
@@ -54,8 +55,9 @@ typedef struct {
     REAL s, half, limit, low, high;
 } NAME(bounds);
 
-/* One element: rho enters its history, and lambda comes out. If `enter` is 0, rho is in the history
-   already. kind, form, scale_free and enter are constants where this has to be fast. */
+/* Enter rho of one element into its history, and compute lambda. If `enter` is 0, the history
+   contains rho already. Callers that must be fast pass constants for kind, form, scale_free and
+   enter. */
 static inline __attribute__((always_inline)) void
 NAME(element)(REAL variance, REAL delta, REAL *rho_sum, REAL *rho_count, REAL present, REAL *lambda,
               int masked, int kind, int form, int scale_free, int enter, NAME(bounds) b) {
@@ -64,7 +66,7 @@ NAME(element)(REAL variance, REAL delta, REAL *rho_sum, REAL *rho_count, REAL pr
     /* no sample had a gradient, or squares lost their precision */
     rho = ((masked != 0) & (present <= TINY)) ? (REAL)NAN : rho;
     REAL value = kind == HISTORY_HARMONIC ? 1 / rho : rho;
-    int valid = (rho - rho == 0) & (value - value == 0); /* finite, both */
+    int valid = (rho - rho == 0) & (value - value == 0); /* both are finite */
     REAL sum = *rho_sum, number = *rho_count;
     if (enter) {
         sum += valid ? value : 0;
@@ -73,7 +75,7 @@ NAME(element)(REAL variance, REAL delta, REAL *rho_sum, REAL *rho_count, REAL pr
         *rho_sum = sum;
         *rho_count = number;
     }
-    /* rho over its average: 1 for the first */
+    /* rho over its average: exactly 1 in the first step */
     REAL relative = kind == HISTORY_SUM    ? rho / sum
                     : kind == HISTORY_MEAN ? rho / sum * number
                                            : rho / (number / sum);
@@ -82,7 +84,7 @@ NAME(element)(REAL variance, REAL delta, REAL *rho_sum, REAL *rho_count, REAL pr
                                         : (1 + b.half) * (average / rho) - b.half;
     result = result < b.low ? b.low : result;
     result = result > b.high ? b.high : result;
-    *lambda = result == result ? result : 1; /* undefined: the base's step */
+    *lambda = result == result ? result : 1; /* undefined: take the base's own step */
 }
 
 #define LOOP(KIND, FORM, SCALE_FREE)                                                               \
@@ -93,7 +95,7 @@ NAME(element)(REAL variance, REAL delta, REAL *rho_sum, REAL *rho_count, REAL pr
         return;                                                                                    \
     }
 
-/* Lambda of n elements of a task, from `at` on. `rho_count` has their counts. */
+/* Compute lambda of n elements of a task, from element `at` on. `rho_count` has their counts. */
 static void NAME(lambda_of)(const Task *t, int64_t at, int64_t n, const REAL *variance,
                             const REAL *delta, REAL *restrict rho_count, REAL *restrict lambda) {
     REAL *restrict rho_sum = TENSOR(rho_sum);
@@ -116,8 +118,9 @@ static void NAME(lambda_of)(const Task *t, int64_t at, int64_t n, const REAL *va
 
 #undef LOOP
 
-/* The same. Where all elements share one count, each has it here; what became of it is noted
-   in is_partial: 1 if some element had no finite rho, 2 if some had one, 3 if both. */
+/* Compute lambda of n elements of a task, also if all elements share one count: then each element
+   gets a copy here. Report in is_partial: 1 if some element had no finite rho, 2 if some element
+   had one, 3 if both. */
 static void NAME(regularize)(const Task *t, int64_t at, int64_t n, const REAL *variance,
                              const REAL *delta, REAL *lambda) {
     REAL counts[BLOCK], fewest, most;
@@ -143,12 +146,12 @@ static void NAME(lambda_block)(const Task *t, int64_t at, int64_t n, int64_t num
     NAME(regularize)(t, at, n, TENSOR(variance), TENSOR(delta), TENSOR(lam));
 }
 
-/* Lambda, from the variance and the size of an increment. Twin: regularizer.lambdas. */
+/* Compute lambda from an increment and its variance. The definition is regularizer.lambdas. */
 void NAME(lambda)(int64_t tasks, const Task *task, int threads) {
     each_block(tasks, task, threads, NAME(lambda_block));
 }
 
-/* out = (m * square - total^2) * factor, and 0 where that is no more than rounding */
+/* out = (m * square - total^2) * factor, and 0 where that is no more than rounding errors */
 static inline void NAME(variance_block)(int64_t n, const REAL *restrict total,
                                         const REAL *restrict square, REAL *restrict out, REAL m,
                                         REAL factor, REAL rounding) {
@@ -160,7 +163,7 @@ static inline void NAME(variance_block)(int64_t n, const REAL *restrict total,
     }
 }
 
-/* Twin: Moments.variance. */
+/* Write the variance of moments. The definition is Moments.variance. */
 void NAME(variance)(const REAL *total, const REAL *square, REAL *out, int64_t n, double m,
                     double factor, double rounding, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -169,13 +172,13 @@ void NAME(variance)(const REAL *total, const REAL *square, REAL *out, int64_t n,
                              (REAL)factor, (REAL)rounding);
 }
 
-/* S.S, g.S, g.g and the sum of W of a block, in double precision. Mostly g is S, and one product
-   does for three. */
+/* Write S.S, g.S, g.g and the sum of W of a block, in double precision. Usually g equals S, and all
+   three products are the same. */
 static void NAME(compare_block)(const Task *t, int64_t at, int64_t n, int64_t number) {
     const REAL *S = TENSOR(total), *g = TENSOR(grad), *W = TENSOR(square);
     double *out = (double *)t->products + 4 * number, SS = 0, gS = 0, gg = 0, sum = 0;
     int changed = 0;
-    if (S == g) { /* in one memory */
+    if (S == g) { /* the same memory */
 #pragma omp simd reduction(+ : SS, sum)
         for (int64_t i = 0; i < n; i++) {
             SS += (double)S[i] * (double)S[i];
@@ -202,7 +205,7 @@ static void NAME(compare_block)(const Task *t, int64_t at, int64_t n, int64_t nu
     out[3] = sum;
 }
 
-/* Twin: products in optim/gradient.py. */
+/* Compare gradients with the measured ones. The definition is products in optim/gradient.py. */
 void NAME(compare)(int64_t tasks, const Task *task, int threads) {
     each_block(tasks, task, threads, NAME(compare_block));
     add_up(tasks, task);

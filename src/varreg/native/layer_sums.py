@@ -1,7 +1,8 @@
-"""S and W in one pass over memory: of contributions that are at hand; and of dense layers,
-convolutions and lookups, without the per-sample gradients themselves.
+"""Compute S and W in one pass over memory: of contributions in memory; and of dense layers,
+convolutions and lookups, without storing per-sample gradients.
 
-Twins, and definitions: engine/contribution.py, and `SparseRows` in engine/rules/embedding.py.
+The definitions in PyTorch are engine/contribution.py, and `SparseRows` in
+engine/rules/embedding.py.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from varreg.native import library
 from varreg.native.contract import Convolution
 from varreg.thresholds import PACKED, PANEL, SHAPES, WORTH_THREADS_PRODUCTS
 
-_SCRATCH = Workspace()  # what kernels pack, and add up in
+_SCRATCH = Workspace()  # memory for packed inputs and partial sums of kernels
 
 KNOWS_SINGLE_ROWS = False
-"""True: `outer` is best also for one row per sample. On the CPU, two matrix products are faster."""
+"""Whether `outer` is the fastest way for one row per sample. On the CPU, two matrix products are
+faster.
+"""
 
 
 class Sums(NamedTuple):
@@ -30,18 +33,18 @@ class Sums(NamedTuple):
     total: Tensor
     """S."""
     square: Tensor
-    """W; or numbers in double precision whose sum is that of W."""
+    """W; or some numbers in double precision that add up to the sum of W."""
     bias: Tensor | Sequence[Tensor] | None
-    """Both for c_b = Σ_r δ_br `[2, o]`, which is what a bias gets; None unless it was asked for.
-    `[3, o]` if S comes twice.
+    """S and W of the bias, `[2, o]`, whose contributions are c_b = Σ_r δ_br; None unless asked for.
+    `[3, o]` if there is a second S.
     """
     again: Tensor | None = None
-    """S a second time, in memory of its own, where that costs no launch of its own."""
+    """A second S in its own memory, if the kernel can write it without another launch."""
 
 
 def sums(values: Tensor, groups: int) -> tuple[Tensor, Tensor] | None:
-    """Return S and W of `[batch, *shape]` in so many groups of samples; None where it takes
-    PyTorch.
+    """Return S and W of `[batch, *shape]`, with samples in `groups` groups; None where PyTorch is
+    needed.
     """
     at = library.leading_strides(values, 1)
     if at is None or not groups or not library.serves(values):
@@ -72,7 +75,7 @@ def outer(
     delta: Tensor, a: Tensor, groups: int, bias: bool = False, alone: bool = False
 ) -> Sums | None:
     """Return the sums of c_b = Σ_r δ_br ⊗ a_br, with δ `[b, r, o]` and a `[b, r, i]`; None where
-    PyTorch is needed. If it is to come `alone`, the sum of W is computed in place of W.
+    PyTorch is needed. With `alone`, compute only the sum of W, in place of W.
     """
     (b, r, o), i = delta.shape, a.shape[2]
     if not (b and r and o and i and library.serves(delta, a)):
@@ -82,7 +85,7 @@ def outer(
     total = delta.new_empty(o, i)
     square = a.new_zeros(threads, dtype=torch.float64) if alone else torch.empty_like(total)
     both = delta.new_empty(2, o) if bias else None
-    row = o + PANEL * threads  # numbers that are packed for a row
+    row = o + PANEL * threads  # packed numbers per row
     group = -(-b // groups) * r  # rows of the largest group
     at_once = min(max(1, PACKED // (group * row)), groups)
     memory = _SCRATCH.room(b * o + group * at_once * row + 2 * PANEL * (threads + 1), delta)
@@ -108,9 +111,10 @@ def conv(
     """Return the sums of a convolution's kernel `[o, c/parts, *kernel]`, from x `[b·per, c, …]` and
     δ `[b·per, o, …]`; None where PyTorch is needed.
 
-    `padding` is what comes before the first pixel, `per` how many images a sample has, and `parts`
-    into how many the convolution divides its channels (what torch calls groups; here these are
-    groups of samples). If it is to come `alone`, the sum of W is computed in place of W.
+    `padding` is the padding before the first pixel, `per` the number of images of a sample, and
+    `parts` the number of parts into which the convolution divides its channels. Torch calls these
+    parts groups; here, groups are groups of samples. With `alone`, compute only the sum of W, in
+    place of W.
     """
     if x.dim() not in (3, 4) or not (x.numel() and delta.numel() and library.serves(x, delta)):
         return None
@@ -142,10 +146,11 @@ def conv(
 def lookup(
     ids: Tensor, dy: Tensor, shape: torch.Size, groups: int, skip: int | None, squares: bool = True
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Return S and W of a table of which rows `ids [b, r]` receive `dy [b, r, features]`, but for
-    the row `skip`; S alone if W is not wanted. None where PyTorch is needed.
+    """Return S and W of a table whose rows `ids [b, r]` receive `dy [b, r, features]`; the row
+    `skip` receives nothing. Without `squares`, return S and None. Return None where PyTorch is
+    needed.
     """
-    # rows are numbered by int32 in C
+    # the C code numbers rows by int32
     if not groups or shape[0] >= 1 << 31 or not ids.is_cpu or not library.serves(dy):
         return None
     ids, dy = ids.long().contiguous(), library.side_by_side(dy, 2)
@@ -178,8 +183,8 @@ def _shape(
     dtype: torch.dtype,
     threads: int,
 ) -> Convolution:
-    """Return the convolution's sizes, with how much scratch memory it takes. Strides follow from
-    shapes: those of a dimension of size 1 say nothing.
+    """Return the sizes and strides of a convolution, and the scratch memory that it needs. Compute
+    strides from shapes, since torch's stride of a dimension of size 1 is arbitrary.
     """
     (kh, kw), (sy, sx), (py, px), (dy, dx) = how
     x_image, x_channel, x_row, x_column = _strides(x, x_last)
@@ -191,7 +196,7 @@ def _shape(
         x_image=x_image, x_channel=x_channel, x_row=x_row, x_column=x_column,
         d_image=d_image, d_channel=d_channel, d_pixel=d_pixel,
     )  # fmt: skip
-    # without tensors, it only says how much memory it needs
+    # called without tensors, it only writes the size of its scratch memory
     nothing = torch.empty(0, dtype=dtype, device="cpu")
     library.call("conv", (nothing, *(None,) * 5), (), (), threads, shape)
     return shape
@@ -203,8 +208,8 @@ def _strides(shape: torch.Size, last: bool) -> tuple[int, int, int, int]:
 
 
 def _in_order(t: Tensor, strictly: bool) -> tuple[Tensor, bool]:
-    """Return `[b, c, h, w]` with its pixels side by side, or (if not `strictly`) its channels; and
-    whether channels are last.
+    """Return `[b, c, h, w]` in one of two memory layouts, and whether channels are last. With
+    `strictly`, channels are never last.
     """
     last = (
         not strictly

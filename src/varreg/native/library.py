@@ -1,5 +1,5 @@
-"""The compiled library: the one that came with the wheel; else one that was kept in the user's
-cache; else it is compiled at first use, if a C compiler is at hand.
+"""Load the compiled library from the wheel, or from the user's cache. If neither has it, compile it
+at first use, if a C compiler is installed.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ REALS = {torch.float32: "float32", torch.float64: "float64"}
 
 @functools.cache
 def status() -> str:
-    """Return `in use`, or why the library is not."""
+    """Return `in use`, or the reason why the library is not in use."""
     return load()[1]
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Return whether the library is there, and these tensors are of one type that it knows, on the
-    CPU, with memory behind them: a fake tensor has none, nor has one of a batch of gradients. New
-    tensors must have memory, too.
+    """Return whether the library is loaded and can work on these tensors: of one type that it
+    knows, on the CPU, and with memory. Fake tensors have no memory, nor have the batched tensors of
+    `torch.func`. Tensors that are created now must have memory, too.
     """
     if dispatch_modes() and is_faking():
         return False
@@ -49,13 +49,13 @@ def serves(*tensors: Tensor) -> bool:
 
 
 def threads_for(elements: int) -> int:
-    """Return torch's number of threads where there is enough to do, else 1."""
+    """Return torch's number of threads; 1 if the work is too small for threads."""
     return torch.get_num_threads() if elements >= WORTH_THREADS else 1
 
 
 def leading_strides(t: Tensor, lead: int) -> tuple[int, ...] | None:
-    """Return how far apart entries of the leading dimensions are; None where the others do not lie
-    side by side.
+    """Return the strides of the leading dimensions; None if the entries of the other dimensions are
+    not adjacent in memory.
     """
     size = 1
     for n, stride in zip(reversed(t.shape[lead:]), reversed(t.stride()[lead:]), strict=True):
@@ -66,8 +66,8 @@ def leading_strides(t: Tensor, lead: int) -> tuple[int, ...] | None:
 
 
 def side_by_side(t: Tensor, lead: int) -> Tensor:
-    """Return a tensor whose entries behind the leading dimensions lie side by side: itself, or a
-    copy.
+    """Return a tensor whose entries after the leading dimensions are adjacent in memory: `t`
+    itself, or a copy.
     """
     return t if leading_strides(t, lead) is not None else t.contiguous()
 
@@ -80,8 +80,8 @@ def call(
     threads: int,
     shape: contract.Convolution | None = None,
 ) -> None:
-    """Call a function of the library for elements of the first tensor's type, with tensors, the
-    shape of a convolution if it has one, sizes, numbers and threads.
+    """Call the version of a library function for the first tensor's type. Pass the tensors, the
+    shape of a convolution if there is one, sizes, numbers, and the number of threads.
     """
     assert tensors[0] is not None
     pointers = [None if t is None else t.data_ptr() for t in tensors]
@@ -93,8 +93,8 @@ def call(
 
 @functools.cache
 def for_tasks(name: str, dtype: torch.dtype) -> Any:
-    """Return a function of the library that works on many tensors: of their number, an array of
-    `Task`, and threads.
+    """Return a library function that works on many tensors. Its arguments are the number of tasks,
+    an array of `Task`, and the number of threads.
     """
     function = getattr(load()[0], f"{name}_{REALS[dtype]}")
     function.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_int]
@@ -104,7 +104,9 @@ def for_tasks(name: str, dtype: torch.dtype) -> Any:
 
 @functools.cache
 def function(name: str, dtype: torch.dtype, pointers: int, sizes: int, numbers: int) -> Any:
-    """Return a function that takes so many pointers, sizes and numbers, and threads."""
+    """Return a library function with that number of pointers, sizes and numbers as arguments; the
+    last argument is the number of threads.
+    """
     found = getattr(load()[0], f"{name}_{REALS[dtype]}")
     found.argtypes = (
         [ctypes.c_void_p] * pointers
@@ -118,7 +120,9 @@ def function(name: str, dtype: torch.dtype, pointers: int, sizes: int, numbers: 
 
 @functools.cache
 def load() -> tuple[ctypes.CDLL | None, str]:
-    """Return the library, or None; and its status. Warn if it is None and nobody asked for that."""
+    """Return the library and its status. If there is none, return None and the reason, and warn,
+    unless VARREG_NATIVE=0.
+    """
     if os.environ.get("VARREG_NATIVE") == "0":
         return None, "switched off by VARREG_NATIVE=0"
     more = shlex.split(os.environ.get("VARREG_NATIVE_FLAGS", ""))
@@ -147,14 +151,14 @@ def _prebuilt() -> ctypes.CDLL | None:
         if path.exists():
             try:
                 return ctypes.CDLL(str(path))
-            except OSError:  # for another system: the sources are there, too
+            except OSError:  # it is for another system: compile the sources
                 return None
     return None
 
 
 def _compiled(flags: list[str]) -> ctypes.CDLL:
-    """Return the library that was compiled for this processor: before, by another process in this
-    moment, or now. Without a folder to keep it, it is loaded from a temporary one.
+    """Return the library for this processor. Load it if it is in the cache; wait if another process
+    compiles it; else compile it. Without a cache folder, load it from a temporary folder.
     """
     said = os.environ.get("CC", "")
     content = [contract.header(), build.sources(), *build.FLAGS, *flags, said, _processor()]
@@ -169,7 +173,7 @@ def _compiled(flags: list[str]) -> ctypes.CDLL:
         cache.locked(folder),
         tempfile.TemporaryDirectory(prefix="varreg-", ignore_cleanup_errors=True) as temporary,
     ):
-        kept = folder and cache.find(folder, key)  # by who was in here before
+        kept = folder and cache.find(folder, key)  # another process may have compiled it
         if kept:
             return ctypes.CDLL(str(kept))
         compiler = said or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
@@ -183,8 +187,8 @@ def _compiled(flags: list[str]) -> ctypes.CDLL:
 
 
 def _share_threads(library: ctypes.CDLL) -> None:
-    """Let a library that has threads of its own work with torch's instead, if they have GNU's
-    interface: threads that wait for torch's next call would be in the way of others.
+    """Let a library that has its own threads use torch's threads instead, if these have GNU's
+    interface. Idle threads of torch spin for a while, and would compete with the library's own.
     """
     if not hasattr(library, "share_threads") or not hasattr(os, "RTLD_NOLOAD"):
         return

@@ -1,10 +1,11 @@
-/* Included once for each REAL, float and double. Sums over samples, rows, pixels and looked-up
-   rows. The letters are those of engine/contribution.py: b samples, u groups, r rows, f features; S
-   is `total`, W is `square`. Twins: Dense, and the rules.
+/* Sums over samples, rows, pixels and looked-up rows. Included once for each REAL, float and
+   double. The letters are those of engine/contribution.py: b samples, u groups, r rows, f features;
+   S is `total`, W is `square`. The definitions in PyTorch are Dense in engine/contribution.py, and
+   engine/rules.
 
-   No sum is split among threads: what comes out does not depend on their number. */
+   No sum is split among threads, so results do not depend on the number of threads. */
 
-/* The sum of a vector. */
+/* Return the sum of a vector's numbers. */
 static inline double NAME(lanes)(NAME(vec) a) {
     REAL part[VECTOR / sizeof(REAL)];
     AT(part) = a;
@@ -13,7 +14,7 @@ static inline double NAME(lanes)(NAME(vec) a) {
     return part[0];
 }
 
-/* sum x: four registers at a time, for the sake of their latency */
+/* Return sum x. Four registers hide the latency of additions. */
 static inline double NAME(plain)(const REAL *x, int64_t n) {
     NAME(vec) a = {0}, b = {0}, c = {0}, d = {0};
     int64_t i = 0;
@@ -29,7 +30,7 @@ static inline double NAME(plain)(const REAL *x, int64_t n) {
     return sum;
 }
 
-/* sum (x - m) y, and sum y */
+/* Write sum (x - m) y, and sum y. */
 static inline void NAME(centred)(const REAL *x, const REAL *y, REAL m, int64_t n, double *product,
                                  double *sum) {
     NAME(vec) a = {0}, b = {0}, c = {0}, d = {0};
@@ -53,8 +54,8 @@ static inline void NAME(centred)(const REAL *x, const REAL *y, REAL m, int64_t n
     *sum = s;
 }
 
-/* Mean and 1/sqrt(variance + eps), the mean in two parts: m, and what rounding left of it. Without
-   centring, of the root mean square. */
+/* Write the mean and 1/sqrt(variance + eps). The mean has two parts: m, and `rest`, the rounding
+   error of m. Without centring, the mean is 0, and the variance is the mean square. */
 static inline void NAME(statistics)(const REAL *x, int64_t n, int centre, double eps, REAL *m,
                                     double *rest, double *rstd) {
     NAME(vec) a = {0}, b = {0}, c = {0}, d = {0};
@@ -82,9 +83,9 @@ static inline void NAME(statistics)(const REAL *x, int64_t n, int centre, double
     *rstd = 1 / sqrt(second / n - *rest * *rest + eps);
 }
 
-/* S and W of contributions that are at hand, [b, n] with rows `stride` apart. Sums over many
-   samples are in double precision, and of at most 64 groups at a time: where all samples agree, S^2
-   and m W must, and one addition after the other would drift. */
+/* Write S and W of contributions in memory, [b, n] with rows `stride` apart. Sums over samples are
+   in double precision, and over at most 64 groups at a time: one long chain of additions would
+   drift, but where all samples are equal, S^2 and m W must be equal, too. */
 void NAME(sums)(const REAL *values, REAL *total, REAL *square, int64_t batch, int64_t groups,
                 int64_t n, int64_t stride, int threads) {
     enum { WIDTH = 512 };
@@ -139,7 +140,7 @@ void NAME(sums)(const REAL *values, REAL *total, REAL *square, int64_t batch, in
     }
 }
 
-/* [b, r, f] -> [b, f], with any distance between samples and between rows */
+/* Sum [b, r, f] over rows: [b, f]. Samples and rows may be any distance apart. */
 void NAME(rows)(const REAL *values, REAL *out, int64_t batch, int64_t rows, int64_t n,
                 int64_t by_sample, int64_t by_row, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
@@ -156,15 +157,15 @@ void NAME(rows)(const REAL *values, REAL *out, int64_t batch, int64_t rows, int6
     }
 }
 
-/* [n, pixels] -> [n] */
+/* Sum [n, pixels] over pixels: [n]. */
 void NAME(pixels)(const REAL *values, REAL *out, int64_t n, int64_t pixels, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int64_t k = 0; k < n; k++) out[k] = (REAL)NAME(plain)(values + k * pixels, pixels);
 }
 
-/* Per image and channel: sum dy xhat, and sum dy, for x and dy [images, channels, pixels]
-   normalized over each of `groups` groups of channels; or, where they are given, with the mean and
-   1/sqrt(variance + eps) of each channel. */
+/* Write sum dy xhat and sum dy of each image and channel, from x and dy [images, channels, pixels].
+   xhat is x normalized over each of `groups` groups of channels; or, if `mean` and `scale` are
+   given, by each channel's mean and 1/sqrt(variance + eps). */
 void NAME(norm_channels)(const REAL *x, const REAL *dy, const REAL *mean, const REAL *scale,
                          REAL *weight, REAL *bias, int64_t images, int64_t channels, int64_t pixels,
                          int64_t groups, double eps, int threads) {
@@ -187,8 +188,8 @@ void NAME(norm_channels)(const REAL *x, const REAL *dy, const REAL *mean, const 
     }
 }
 
-/* Per sample and feature: sum dy xhat, and sum dy, for x and dy [b, r, f] normalized over features,
-   with any distance between samples and between rows. */
+/* Write sum dy xhat and sum dy of each sample and feature, from x and dy [b, r, f]. xhat is x
+   normalized over features. Samples and rows may be any distance apart. */
 void NAME(norm_rows)(const REAL *x, const REAL *dy, REAL *weight, REAL *bias, int64_t batch,
                      int64_t rows, int64_t n, int64_t x_by_sample, int64_t x_by_row,
                      int64_t dy_by_sample, int64_t dy_by_row, int64_t centre, double eps,
@@ -212,9 +213,10 @@ void NAME(norm_rows)(const REAL *x, const REAL *dy, REAL *weight, REAL *bias, in
     }
 }
 
-/* Rows of a table that were looked up, ids [b, r], receive dy [b, r, f]. A group's rows are first
-   added up side by side, in `compact` (tokens of the largest group, f), then enter S and, if it is
-   wanted, W. `slots` has room for the vocabulary, for twice the ids, and for the groups. */
+/* Add up S and W of a table. Its rows `ids` [b, r] were looked up and receive dy [b, r, f]. The
+   rows of one group are first added up in `compact`, [lookups of the largest group, f]; the sums
+   are then added to S and, if `square` is given, to W. `slots` is memory for one number per row of
+   the table, two per id, and one per group. */
 void NAME(lookup)(const REAL *dy, const int64_t *ids, REAL *total, REAL *square, REAL *compact,
                   int32_t *slots, int64_t vocabulary, int64_t batch, int64_t groups, int64_t rows,
                   int64_t n, int64_t by_sample, int64_t by_row, int64_t skip, int threads) {
@@ -240,7 +242,7 @@ void NAME(lookup)(const REAL *dy, const int64_t *ids, REAL *total, REAL *square,
         for (int32_t k = 0; k < found; k++) slot[touched[begin + k]] = -1;
         count[u] = found;
     }
-    /* each thread has its features, a whole number of cache lines */
+    /* each thread works on its own features, in whole cache lines */
     int64_t width = (n + threads - 1) / threads;
     width = (width + LANES - 1) / LANES * LANES;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)

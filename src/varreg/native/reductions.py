@@ -1,7 +1,7 @@
-"""What each sample contributes to a bias or to a normalization, in one pass over memory. None is
-returned where PyTorch is needed: another device, precision or order of memory.
+"""Contributions of samples to a bias or to a normalization, in one pass over memory. A function
+returns None where PyTorch is needed: for another device, precision or memory layout.
 
-Twins, and definitions: engine/rules/rule.py and engine/rules/normalization.py.
+The definitions in PyTorch are engine/rules/rule.py and engine/rules/normalization.py.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def pixels(values: Tensor) -> Tensor | None:
 def norm_rows(
     x: Tensor, dy: Tensor, eps: float, centre: bool = True
 ) -> tuple[Tensor, Tensor] | None:
-    """Return Σ_r dy·x̂ and Σ_r dy of `[b, r, *shape]`: `[b, *shape]` each, x̂ being x normalized
-    over `shape`, and centred before if it is wanted.
+    """Return Σ_r dy·x̂ and Σ_r dy of `[b, r, *shape]`: `[b, *shape]` each. x̂ is x normalized over
+    `shape`; with `centre`, its mean is subtracted first.
     """
     if not library.serves(x, dy):
         return None
@@ -68,8 +68,8 @@ def norm_channels(
     mean: Tensor | None = None,
     var: Tensor | None = None,
 ) -> tuple[Tensor, Tensor] | None:
-    """Return Σ dy·x̂ and Σ dy of `[n, c, …]`: `[n, c]` each, x̂ being x normalized over groups of
-    channels, or by each channel's mean and variance.
+    """Return Σ dy·x̂ and Σ dy of `[n, c, …]`: `[n, c]` each. x̂ is x normalized over groups of
+    channels, or by each channel's `mean` and `var`.
     """
     if not library.serves(x, dy):
         return None

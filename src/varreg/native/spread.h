@@ -1,6 +1,6 @@
-/* The kernels of layers: with W, or with the sum of its elements alone, of which each thread has a
-   part in `spread`. And lengths of gradients. Twins: engine/contribution.py, and
-   engine/total_squares.py. */
+/* The kernels of layers, in two versions: one writes W; the other adds up only the sum of its
+   elements, and each thread writes its part of the sum to `spread`. And lengths of gradients. The
+   definitions in PyTorch are engine/contribution.py and engine/total_squares.py. */
 void NAME(outer)(const REAL *delta, const REAL *a, REAL *S, REAL *W, REAL *bias, REAL *scratch,
                  int64_t batch, int64_t groups, int64_t r, int64_t o, int64_t i, int64_t at_once,
                  int threads) {
@@ -33,13 +33,13 @@ void NAME(depthwise_spread)(const REAL *x, const REAL *delta, REAL *S, double *s
     NAME(depthwise_of)(x, delta, S, 0, bias, scratch, spread, s, threads);
 }
 
-/* Sums of |x| and of x^2, in double precision: each thread has its part, [threads, 2]. */
+/* Write the sums of |x| and of x^2, in double precision: one row per thread, [threads, 2]. */
 void NAME(lengths)(const REAL *x, double *sums, int64_t n, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int t = 0; t < threads; t++) {
         double size = 0, square = 0;
         for (int64_t from = n * t / threads, end = n * (t + 1) / threads; from < end;) {
-            /* of a few at a time, in the precision of x */
+            /* add up a few at a time in the precision of x, then in double precision */
             const int64_t stop = end - from < 512 ? end : from + 512;
             REAL a = 0, s = 0;
 #pragma omp simd reduction(+ : a, s)
@@ -68,8 +68,8 @@ static inline double NAME(length2)(const REAL *x, int64_t n) {
     return sum;
 }
 
-/* Dense layers with one row per sample, delta [b, o] and a [b, i]: the sums of |delta_b|^2 |a_b|^2
-   and of |delta_b|^2, of which each thread has a part, [threads, 2]. */
+/* For dense layers with one row per sample, delta [b, o] and a [b, i], write the sums of
+   |delta_b|^2 |a_b|^2 and of |delta_b|^2: one row per thread, [threads, 2]. */
 void NAME(single)(const REAL *delta, const REAL *a, double *sums, int64_t b, int64_t o, int64_t i,
                   int64_t delta_step, int64_t a_step, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)

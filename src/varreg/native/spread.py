@@ -1,6 +1,7 @@
 """Dense layers and convolutions with the sum of W in place of W; lengths of tensors and of their
-rows, in one pass over memory. Twins, and definitions: engine/total_squares.py and
-engine/totals_ledger.py.
+rows. Each takes one pass over memory.
+
+The definitions in PyTorch are engine/total_squares.py and engine/totals_ledger.py.
 """
 
 from __future__ import annotations

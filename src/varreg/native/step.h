@@ -1,9 +1,9 @@
-/* The step that lambda scales. Included after lambda.h, once for each REAL. Twins, and definitions:
-   torch_step in optim/step.py, and calibration.py. The letters are theirs. */
+/* The step that lambda scales. Included after lambda.h, once for each REAL. The definitions in
+   PyTorch are torch_step in optim/step.py, and calibration.py. The letters are the same. */
 
 #ifndef STEP
 #define STEP
-/* x^k for a whole k: pow would need libm */
+/* Return x^k for an integer k. pow would need libm. */
 static double power(double x, int64_t k) {
     double result = 1;
     for (; k; k >>= 1, x *= x)
@@ -19,7 +19,7 @@ static inline void NAME(accumulate)(int64_t n, REAL *restrict V, const REAL *res
     for (int64_t i = 0; i < n; i++) V[i] = keep * V[i] + take * s2[i];
 }
 
-/* Adam's increment, n/D, into `step`, and its variance into `s2`, from the sums. */
+/* Write Adam's increment n/D to `step`, and its variance to `s2`, from the sums N, C and V. */
 static inline void NAME(adam)(const Task *t, int64_t at, int64_t n, REAL *restrict s2,
                               REAL *restrict step) {
     const REAL *restrict average = TENSOR(average), *restrict squares = TENSOR(squares);
@@ -32,15 +32,15 @@ static inline void NAME(adam)(const Task *t, int64_t at, int64_t n, REAL *restri
         REAL delta = average[i] * unbias_n * inverse, slope = delta < 0 ? -delta : delta;
         REAL size = unbias_n * unbias_n * N[i] + slope * slope * (unbias_p * unbias_p * V[i]);
         REAL left = size - 2 * slope * (unbias_n * unbias_p * C[i]);
-        left = left <= size * known ? (REAL)NAN : left; /* as small as rounding leaves it */
+        left = left <= size * known ? (REAL)NAN : left; /* no more than rounding errors */
         step[i] = delta;
         s2[i] = left * inverse * inverse;
     }
 }
 
-/* The increment delta of a block; `step` is room for it. The base went to x' = x - lr * delta.
-   Where delta itself has a part from weight decay, decay * x, that is decay * (x' + lr * delta);
-   solved for delta, it is a division by 1 - lr * decay. */
+/* Return the increment delta of a block; `step` is memory for it. The base went to
+   x' = x - lr * delta, and only x' is known. With weight decay, delta = d + decay * x, where d is
+   the rest. With x = x' + lr * delta it follows that delta = (d + decay * x')/(1 - lr * decay). */
 static const REAL *NAME(delta_block)(const Task *t, int64_t at, int64_t n, REAL *restrict step) {
     if (t->increment == INCREMENT_HEAVY_BALL) return TENSOR(average);
     if (t->increment == INCREMENT_ADAM) {
@@ -65,7 +65,7 @@ static const REAL *NAME(delta_block)(const Task *t, int64_t at, int64_t n, REAL 
     return step;
 }
 
-/* x + lambda (x' - x) is x' + (1 - lambda) lr delta: where x was need not be known. */
+/* Go to x + lambda (x' - x) = x' + (1 - lambda) lr delta. This formula does not need x. */
 static inline void NAME(move_block)(const Task *t, int64_t at, int64_t n, const REAL *delta,
                                     const REAL *restrict lambda) {
     REAL *restrict x = TENSOR(x);
@@ -74,7 +74,7 @@ static inline void NAME(move_block)(const Task *t, int64_t at, int64_t n, const 
     for (int64_t i = 0; i < n; i++) x[i] += (1 - lambda[i]) * (lr * delta[i]);
 }
 
-/* The sum of lambda over the elements of a block that have a gradient, and how many they are. */
+/* Write the sum of lambda over the elements of a block that have a gradient, and their number. */
 static inline void NAME(mean_block)(const Task *t, int64_t at, int64_t n, int64_t number) {
     const REAL *restrict lambda = TENSOR(lam), *restrict W = TENSOR(square);
     double *out = (double *)t->products + 2 * number, sum = 0, known = 0;
@@ -87,8 +87,8 @@ static inline void NAME(mean_block)(const Task *t, int64_t at, int64_t n, int64_
     out[1] = known;
 }
 
-/* What comes after the base's step, for elements of one tensor: variance, increment, lambda, and x.
-   If lambda is calibrated, x has to wait for the mean of lambda over all of the tensor. */
+/* Finish the step after the base's, for a block of one tensor: compute variance, increment, lambda
+   and x. If lambda is calibrated, x must wait for the mean of lambda over the whole tensor. */
 static void NAME(update_block)(const Task *t, int64_t at, int64_t n, int64_t number) {
     REAL s2[BLOCK], step[BLOCK], room[BLOCK], *lambda = t->lam ? TENSOR(lam) : room;
     const REAL *variance = s2, *delta = step;
@@ -120,8 +120,8 @@ static void NAME(update_block)(const Task *t, int64_t at, int64_t n, int64_t num
         NAME(move_block)(t, at, n, delta, lambda);
 }
 
-/* Lambda of a heavy ball's step that was taken, from what the step left in the state: rho is in its
-   history. If `lam` is 0, 1 goes into `variance` where rho is finite, and 0 elsewhere. */
+/* Compute lambda of the last step of a heavy ball again from the state; the history contains rho
+   already. If `lam` is 0, write 1 to `variance` where rho was finite, and 0 elsewhere. */
 static void NAME(repeat_block)(const Task *t, int64_t at, int64_t n, int64_t number) {
     const REAL *V = TENSOR(V), *delta = TENSOR(average);
     const REAL *present = t->square ? TENSOR(square) : V;
@@ -129,7 +129,7 @@ static void NAME(repeat_block)(const Task *t, int64_t at, int64_t n, int64_t num
     const int masked = t->square != 0, enter = !t->lam;
     (void)number;
     for (int64_t i = 0; i < n; i++) {
-        /* entered into an empty history, a finite rho counts */
+        /* enter rho into an empty history: its count is then 1 if rho is finite */
         REAL sum = enter ? 0 : TENSOR(rho_sum)[i], lambda;
         REAL count = enter ? 0 : *((REAL *)t->rho_count + (t->is_shared ? 0 : at + i));
         NAME(element)(V[i], delta[i], &sum, &count, present[i], &lambda, masked, t->history,
@@ -146,12 +146,12 @@ static void NAME(repeat_block)(const Task *t, int64_t at, int64_t n, int64_t num
     }
 }
 
-/* Twin: none is needed, since torch_step keeps lambda. */
+/* Compute lambda again. PyTorch has no such function, since torch_step keeps lambda. */
 void NAME(repeat)(int64_t tasks, const Task *task, int threads) {
     each_block(tasks, task, threads, NAME(repeat_block));
 }
 
-/* Lambda scaled within its bounds, where there is a gradient; then x. */
+/* Scale lambda within its bounds, for elements that have a gradient; then set x. */
 static void NAME(calibrate_block)(const Task *t, int64_t at, int64_t n, int64_t number) {
     REAL *restrict lambda = TENSOR(lam), step[BLOCK];
     const REAL *restrict W = TENSOR(square);
@@ -168,7 +168,7 @@ static void NAME(calibrate_block)(const Task *t, int64_t at, int64_t n, int64_t 
     NAME(move_block)(t, at, n, NAME(delta_block)(t, at, n, step), lambda);
 }
 
-/* The mean of lambda over a tensor, of the sums of its blocks; nan without a gradient. */
+/* Return the mean of lambda over a tensor, from the sums of its blocks; nan without a gradient. */
 static double NAME(mean)(const Task *t, const double *sums) {
     double sum = 0, known = 0;
     for (int64_t b = 0; b < BLOCKS(t->n); b++, sums += 2) {
@@ -178,7 +178,7 @@ static double NAME(mean)(const Task *t, const double *sums) {
     return sum / known;
 }
 
-/* Scale lambda so that its mean stays at 1, and move. Twin: calibration.py. */
+/* Scale lambda so that its mean stays at 1, and set x. The definition is calibration.py. */
 static void NAME(calibrate)(int64_t tasks, Task *task, int threads) {
     int64_t block = 0, any = 0;
     for (int64_t k = 0; k < tasks; block += BLOCKS(task[k].n), k++) {
@@ -204,14 +204,14 @@ static void NAME(calibrate)(int64_t tasks, Task *task, int threads) {
     }
 }
 
-/* Count a step that was taken, and the rho of all elements, if they share their count. */
+/* Count a step; count its rho, too, if all elements share one count. */
 static void NAME(count)(Task *t) {
     ++*(REAL *)t->steps;
     if (t->is_partial == 2) ++*(REAL *)t->rho_count;
     t->is_partial = t->is_partial == 3;
 }
 
-/* The rest of the step of many parameters, after the base's. Twin: torch_step. */
+/* Finish the step of many parameters after the base's step. The definition is torch_step. */
 void NAME(update)(int64_t tasks, Task *task, int threads) {
     each_block(tasks, task, threads, NAME(update_block));
     NAME(calibrate)(tasks, task, threads);

@@ -1,6 +1,6 @@
-"""λ, what it is made of, and the step that it scales, in one pass over memory.
+"""Compute the variance, λ, and the step that λ scales, in one pass over memory.
 
-Twins, and definitions: `Moments`, varreg/regularizer.py, and varreg/optim/step.py.
+The definitions in PyTorch are `Moments`, varreg/regularizer.py and varreg/optim/step.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from varreg.thresholds import BLOCK
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Return whether the library can work on these: plain tensors, alike, and in one order."""
+    """Return whether the library can work on these tensors: plain, on the CPU, contiguous, and of
+    one type and shape.
+    """
     shape, dtype = tensors[0].shape, tensors[0].dtype
     for t in tensors:  # for every parameter at every step: no generator
         if (
@@ -32,7 +34,7 @@ def serves(*tensors: Tensor) -> bool:
 
 
 def run(name: str, dtype: torch.dtype, tasks: ctypes.Array[Task], elements: int) -> None:
-    """Call a function of the library for all tasks, which have so many elements together."""
+    """Call a function of the library for all tasks. Together they have `elements` elements."""
     library.for_tasks(name, dtype)(len(tasks), tasks, library.threads_for(elements))
 
 
@@ -44,7 +46,7 @@ def lambdas(
     present: Tensor | None,
     task: Task,
 ) -> Tensor | None:
-    """Return λ, with ρ entered into its history; None where PyTorch is needed. `task` has the
+    """Record ρ in its history, and return λ; return None where PyTorch is needed. `task` has the
     options of the regularizer.
     """
     tensors = (variance, delta, history, count, *(() if present is None else (present,)))
@@ -62,8 +64,8 @@ def lambdas(
 def variance(
     total: Tensor, square: Tensor, m: int, factor: float, rounding: float, out: Tensor
 ) -> bool:
-    """Write (m·W − S²)·factor into `out`, and 0 where that is no more than rounding; return False
-    where PyTorch is needed.
+    """Write (m·W − S²)·factor into `out`, and 0 where that is no more than rounding errors. Return
+    False where PyTorch is needed.
     """
     if not serves(total, square, out):
         return False
@@ -74,8 +76,8 @@ def variance(
 
 
 def compare(rows: Sequence[tuple[Tensor, ...]]) -> list[list[float]]:
-    """Return S·S, g·S, g·g and ΣW of each (S, g, W), which `serves` must have accepted; in double
-    precision, and in one pass for all of one type.
+    """Return S·S, g·S, g·g and ΣW of each (S, g, W), in double precision. All of one type take one
+    pass. `serves` must have accepted the tensors.
     """
     return _four_sums("compare", rows)
 
@@ -83,8 +85,8 @@ def compare(rows: Sequence[tuple[Tensor, ...]]) -> list[list[float]]:
 def _four_sums(
     name: str, rows: Sequence[tuple[Tensor, ...]], numbers: Sequence[Sequence[float]] = ()
 ) -> list[list[float]]:
-    """Return the four sums that a function of the library leaves of each (S, g, W). `numbers` has
-    what it needs beside them: m, factor, rounding and scale of each.
+    """Call a function of the library that computes four sums of each (S, g, W), and return them.
+    `numbers` has m, factor, rounding and scale of each, if the function needs them.
     """
     by_dtype: dict[torch.dtype, list[int]] = {}
     for i, (S, _, _) in enumerate(rows):
@@ -101,9 +103,8 @@ def _four_sums(
             if numbers:
                 task.m, task.factor, task.rounding, task.scale = numbers[i]
             elements, blocks = elements + n, blocks - (-n // BLOCK)
-        sums = torch.empty(
-            blocks, 4, dtype=torch.float64, device="cpu"
-        )  # of each block; then, of each tensor
+        # the function writes the sums of each block, and then those of each tensor over them
+        sums = torch.empty(blocks, 4, dtype=torch.float64, device="cpu")
         at = sums.data_ptr()
         for task in tasks:
             task.products = at
@@ -114,24 +115,25 @@ def _four_sums(
 
 
 def l1(rows: Sequence[tuple[Tensor, Tensor, Sequence[float]]]) -> list[list[float]]:
-    """Return Σ s, Σ|ḡ| and Σ e·exp(−4z²) of each (S, W, numbers), which `serves` must have
-    accepted; in double precision, and in one pass for all of one type. Numbers are m, what m·W − S²
-    is multiplied by for s², what rounding may leave of it, and what S is multiplied by for ḡ.
+    """Return Σ s, Σ|ḡ| and Σ e·exp(−4z²) of each (S, W, numbers), in double precision. All of one
+    type take one pass. `serves` must have accepted the tensors. The numbers are m, the factor from
+    m·W − S² to s², the rounding error of that difference, and the factor from S to ḡ.
     """
     found = _four_sums("l1", [(S, S, W) for S, W, _ in rows], [numbers for *_, numbers in rows])
     return [sums[:3] for sums in found]
 
 
 def repeat(task: Task, dtype: torch.dtype) -> None:
-    """Write λ of a step that was taken to `task.lam`, from what the step left in the state; or,
-    without `task.lam`, 1 to `task.variance` where its ρ was finite, and 0 elsewhere.
+    """Compute λ of the last step again from the state, and write it to `task.lam`. If `task.lam` is
+    0, write 1 to `task.variance` where ρ was finite, and 0 elsewhere.
     """
     run("repeat", dtype, (Task * 1)(task), task.n)
 
 
 def whole(tasks: ctypes.Array[Task], dtype: torch.dtype, elements: int) -> None:
-    """Take the whole step of parameters of one type, the base's included. A task `is_left` if its
-    gradient is neither what was measured nor a multiple of it: nothing of it was changed then.
+    """Take the whole step of parameters of one type, including the base's step. If a gradient is
+    neither the measured one nor a multiple of it, its parameter and state do not change, and
+    `is_left` of its task is 1.
     """
     blocks = 0
     for task in tasks:
@@ -145,8 +147,8 @@ def whole(tasks: ctypes.Array[Task], dtype: torch.dtype, elements: int) -> None:
 def update(
     like: Tensor, tasks: ctypes.Array[Task], elements: int, calibrated: bool = False
 ) -> None:
-    """Do what comes after the base's step, for parameters of a tensor's type: variance, increment,
-    λ, and x + λ(x' − x). `calibrated` says whether λ of some task is.
+    """Finish the step after the base's step: compute variance, increment and λ, and set x to x +
+    λ(x' − x). The parameters have the type of `like`. `calibrated`: λ of some tasks is calibrated.
     """
     if calibrated:
         blocks = sum(-(-task.n // BLOCK) for task in tasks)

@@ -1,10 +1,11 @@
-/* Threads where the compiler is clang and no OpenMP library may be asked for: in wheels, and where
-   only the compiler is installed. These are the few functions that clang calls for the pragmas of
-   the kernels: `parallel`, and `for` with a static or dynamic schedule. A pragma that needs another
-   one does not link.
+/* Threads for kernels that clang compiles without an OpenMP library: in wheels, and where only the
+   compiler is installed. This file defines the few functions that clang calls for the kernels'
+   pragmas: `parallel`, and `for` with a static or dynamic schedule. Code with another pragma does
+   not link.
 
-   A team is torch's own, where its OpenMP has GNU's interface (share_threads): two teams would wait
-   for each other's processors. Else it is a pool of threads that sleep between calls. */
+   The threads are torch's own team, if torch's OpenMP has GNU's interface (share_threads): a second
+   team would compete for the processors. Otherwise they are a pool of threads that sleep between
+   calls. */
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -27,7 +28,7 @@ typedef CONDITION_VARIABLE Condition;
 #include <pthread.h>
 #include <sched.h>
 #include <unistd.h>
-#define HERE __attribute__((visibility("hidden"))) /* another OpenMP must not take its place */
+#define HERE __attribute__((visibility("hidden"))) /* another OpenMP must not replace these */
 #define YIELD sched_yield()
 #define PROCESS ((int64_t)getpid())
 typedef pthread_mutex_t Lock;
@@ -44,7 +45,7 @@ typedef pthread_cond_t Condition;
 #define ARGUMENTS 40  /* variables that a parallel region uses, at most */
 #define LOOPS 4       /* loops with a dynamic schedule in one region, at most */
 #define WORKERS 255   /* threads of the pool, at most */
-#define PATIENCE 10000 /* looks before a thread sleeps or gives way: some microseconds */
+#define PATIENCE 10000 /* checks before a thread sleeps or yields: some microseconds */
 
 #define P void *
 #define P10 P, P, P, P, P, P, P, P, P, P
@@ -53,11 +54,11 @@ typedef void (*Region)(int32_t *, int32_t *, P10, P10, P10, P10);
 typedef struct {
     Region region;
     void *argument[ARGUMENTS];
-    int64_t next[LOOPS]; /* iteration of each dynamic loop */
-    int waiting, passed; /* at a barrier; and barriers that all have passed */
+    int64_t next[LOOPS]; /* the next iteration of each dynamic loop */
+    int waiting, passed; /* threads at the barrier; barriers that all threads have passed */
 } Team;
 
-/* What this thread is: its team, its number, how many there are, and its place in dynamic loops. */
+/* This thread: its team, its number, the size of the team, and its place in dynamic loops. */
 static __thread struct {
     Team *team;
     int number, size, wanted, loop;
@@ -70,7 +71,8 @@ static void work(Team *team, int number, int size) {
     me.team = team, me.number = number, me.size = size, me.loop = -1;
 #define A5(k) a[k], a[k + 1], a[k + 2], a[k + 3], a[k + 4]
 #define A10(k) A5(k), A5(k + 5)
-    team->region(&thread, &zero, A10(0), A10(10), A10(20), A10(30)); /* it takes what it has */
+    /* the region ignores surplus arguments */
+    team->region(&thread, &zero, A10(0), A10(10), A10(20), A10(30));
     me.team = NULL, me.number = 0, me.size = 1;
 }
 
@@ -81,7 +83,7 @@ static struct {
     int (*number)(void), (*size)(void);
 } torch;
 
-/* Take an OpenMP library's team: its GOMP_parallel, omp_get_thread_num, omp_get_num_threads. */
+/* Use the team of an OpenMP library: GOMP_parallel, omp_get_thread_num, omp_get_num_threads. */
 void share_threads(void *parallel, void *number, void *size) {
     torch.number = (int (*)(void))number;
     torch.size = (int (*)(void))size;
@@ -93,12 +95,12 @@ static void work_for_torch(void *team) { work(team, torch.number(), torch.size()
 /* ---- a team of our own ----------------------------------------------------------------------- */
 
 static struct {
-    Lock one, guard; /* one team at a time; and what is below */
+    Lock one, guard; /* allows one team at a time; guards the fields below */
     Condition more;
     Team *team;
     int64_t process;
-    int workers, size, number; /* threads; of the team; number of teams so far */
-    int busy;                  /* workers that are not done */
+    int workers, size, number; /* threads of the pool; size of the team; teams so far */
+    int busy;                  /* workers that have not finished */
 } pool = {LOCKED, LOCKED, WAITING, NULL, 0, 0, 0, 0, 0};
 
 #ifdef _WIN32
@@ -109,7 +111,7 @@ static void *worker(void *of)
 {
     const int self = (int)(intptr_t)of;
     lock(&pool.guard);
-    int seen = pool.number - 1; /* it is made for a team that is there already */
+    int seen = pool.number - 1; /* the team that this thread was made for has started already */
     unlock(&pool.guard);
     for (;;) {
         for (int k = 0; k < PATIENCE; k++)
@@ -140,7 +142,7 @@ static int start(int number) {
 }
 
 static void work_in_pool(Team *team, int size) {
-    if (pool.process != PROCESS) { /* a fork has no threads but one, which may hold nothing */
+    if (pool.process != PROCESS) { /* after a fork, only this thread exists: make a new pool */
         pool.process = PROCESS;
         pool.workers = 0;
         pool.guard = (Lock)LOCKED;
@@ -175,7 +177,7 @@ HERE void __kmpc_end_serialized_parallel(void *at, int32_t thread) { me.team = N
 
 HERE void __kmpc_fork_call(void *at, int32_t count, Region region, ...) {
     Team team = {region};
-    if (count > ARGUMENTS) abort(); /* at the first call of a kernel, so that a test sees it */
+    if (count > ARGUMENTS) abort(); /* the first call of the kernel aborts, so a test shows it */
     va_list arguments;
     va_start(arguments, region);
     for (int k = 0; k < count; k++) team.argument[k] = va_arg(arguments, void *);
@@ -203,13 +205,13 @@ HERE void __kmpc_barrier(void *at, int32_t thread) {
             if (k > PATIENCE) YIELD;
 }
 
-/* Each thread has a range of about equal length, in order. */
+/* Give each thread a range of iterations, in order and of about equal length. */
 #define STATIC(NAME, INT)                                                                          \
     HERE void NAME(void *at, int32_t thread, int32_t schedule, int32_t *is_last, INT *first,       \
                    INT *last, INT *stride, INT step, INT chunk) {                                  \
         if (schedule != 34 || step != 1) abort();                                                  \
         const INT all = *last - *first + 1, n = me.size > 1 ? me.size : 1, t = me.number;          \
-        const INT some = all / n, more = all % n; /* it is called for some, not for none */        \
+        const INT some = all / n, more = all % n; /* clang calls it only if all > 0 */             \
         *first += t * some + (t < more ? t : more);                                                \
         *last = *first + some + (t < more) - 1;                                                    \
         *is_last = t == n - 1;                                                                     \
@@ -221,7 +223,7 @@ STATIC(__kmpc_for_static_init_4u, uint32_t)
 STATIC(__kmpc_for_static_init_8u, uint64_t)
 HERE void __kmpc_for_static_fini(void *at, int32_t thread) {}
 
-/* Whoever is free takes the next iterations. */
+/* Give the next iterations to any thread that is free. */
 HERE void __kmpc_dispatch_init_8(void *at, int32_t thread, int32_t schedule, int64_t first,
                                  int64_t last, int64_t step, int64_t chunk) {
     if (++me.loop >= LOOPS || step != 1) abort();

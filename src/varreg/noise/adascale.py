@@ -23,9 +23,9 @@ from varreg.thresholds import SMOOTHING
 
 
 def gain_of(trace: float, signal: float, scale: float, base_batch: int) -> float:
-    """Return r = (tr Σ/B₀ + |G|²)/(tr Σ/(S·B₀) + |G|²): how many steps of the base batch B₀ one
-    step of S·B₀ is worth. It is between 1, where there is no noise, and S, where there is only
-    noise.
+    """Return the gain r = (tr Σ/B₀ + |G|²)/(tr Σ/(S·B₀) + |G|²): one step of the batch S·B₀ is
+    worth r steps of the base batch B₀. It is 1 without noise, S if there is only noise, and
+    otherwise in between.
 
     >>> gain_of(trace=32.0, signal=1.0, scale=4.0, base_batch=32)
     1.6
@@ -106,13 +106,14 @@ class AdaScale:
         """Clear the gradients, as the optimizer does."""
         self.optimizer.zero_grad(set_to_none)
 
-    @disable_dynamo  # eager, also inside of a compiled training step
+    @disable_dynamo  # it runs eagerly, even inside a compiled training step
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step of the optimizer, with the learning rate multiplied by gain**power. Restore
         the learning rate after the step.
 
-        `closure`, if given, computes the loss and its gradients first; its loss is returned.
+        If a `closure` is given, it runs first: it computes the loss and its gradients. Return its
+        loss, or None.
         """
         loss = None
         if closure is not None:
@@ -212,8 +213,8 @@ def _scaled(optimizer: Optimizer, factor: float) -> Iterator[None]:
 
 
 def _found(optimizer: Optimizer) -> list[measure.Measured]:
-    """Return the moments of the optimizer's parameters. Raise a MeasurementError if one has a
-    gradient and no moments.
+    """Return the moments of the optimizer's parameters. Raise a MeasurementError if a parameter has
+    a gradient but no moments.
     """
     with_gradient = [
         p

@@ -1,4 +1,4 @@
-"""Measure a model for a while in eval mode, and restore its state afterwards."""
+"""Measure a model in eval mode for a while, and restore its state afterwards."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from varreg.engine.rehearsal.pauses import ledgers_aside, observers_off
 
 @contextlib.contextmanager
 def measured_alone(model: nn.Module) -> Iterator[Observer]:
-    """Observe a model in eval mode, without gradients. Afterwards, restore its modes, its
-    gradients, its own observers and its compiled calls.
+    """Observe a model in eval mode inside the `with` block; its gradients are cleared first.
+    Afterwards, restore its modes, its gradients, its own observers and its compiled calls.
 
-    The model inside of DDP is measured in this process alone. The model inside of `torch.compile`
-    runs eagerly.
+    A model inside DDP is measured in this process only. A model inside `torch.compile` runs
+    eagerly.
     """
     inner: Any = model
     while isinstance(inner, DistributedDataParallel) or hasattr(inner, "_orig_mod"):

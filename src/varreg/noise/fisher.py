@@ -64,7 +64,8 @@ def fisher(
         `{name: diagonal}`, each of the shape of its parameter. Under DDP the diagonal is over the
         samples of all ranks, which may have different numbers of batches. Under `fully_shard` it is
         over all ranks, too, and sharded as parameters are; all ranks must have the same number of
-        batches. Other processes have each their own part: `FisherSums` adds them up.
+        batches. Without either, each process has the sums of its own samples: `FisherSums` adds
+        them up.
 
     >>> import torch, varreg
     >>> model = torch.nn.Linear(1, 2, bias=False)
@@ -126,8 +127,8 @@ def _pair(batch: Any) -> tuple[Any, Any]:
 
 
 def _load(sums: FisherSums, path: Path) -> None:
-    """Continue from a checkpoint, if there is one. Raise a VarregError if there is another thing,
-    or if none can be written there: better now than after a long pass.
+    """Continue from a checkpoint, if there is one. Raise a VarregError if the file is not a
+    checkpoint, or if none can be written there: an error now is better than one after a long pass.
     """
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise VarregError(

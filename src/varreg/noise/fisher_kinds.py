@@ -6,7 +6,7 @@ With g_i(y) the gradient of −log p(y|x_i), one batch adds to the diagonal
     sampled     Σ_i g_i(ŷ)²,  ŷ ~ p(·|x_i)    labels drawn from the model
     exact       Σ_i Σ_y p(y|x_i) g_i(y)²      √p(y|x_i) weights the loss of label y: C backwards
 
-Each backward is of the *sum* over samples, so that a sample contributes g_i itself.
+Each backward pass starts at the *sum* of losses, so that a sample contributes g_i itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KINDS = ("empirical", "sampled", "exact")
 def backwards(
     kind: str, loss: Loss, output: Any, y: Any, m: int, generator: torch.Generator | None
 ) -> Iterator[Callable[[], None]]:
-    """Yield the backward passes of one batch of m samples, each to be called before the next."""
+    """Yield the backward passes of one batch of m samples. Call each before asking for the next."""
     if kind == "exact":
         yield from _for_every_label(loss, logits_of(kind, output, y), m)
         return
@@ -41,7 +41,7 @@ def backwards(
 
 
 def _for_every_label(loss: Loss, logits: Tensor, m: int) -> Iterator[Callable[[], None]]:
-    """Yield one backward for each label y, with sample i's weighted by √p(y|x_i)."""
+    """Yield one backward pass for each label y. It weights the loss of sample i with √p(y|x_i)."""
     roots = F.softmax(logits.detach(), 1).sqrt()
     classes = logits.shape[1]
     for y in range(classes):
@@ -103,8 +103,8 @@ def logits_of(kind: str, output: Any, y: Any) -> Tensor:
 
 
 def check_loss(kind: str, loss: Loss, output: Any, y: Any, m: int) -> None:
-    """Raise a VarregError if the loss is not a mean over samples; or, if labels come from the
-    model, not −log of its softmax.
+    """Raise a VarregError if the loss is not a mean over samples. If labels come from the model,
+    raise one also if the loss is not −log of the model's softmax.
     """
     with torch.no_grad():
         output = _map(lambda t: t.detach(), output)
@@ -135,7 +135,7 @@ def _check_mean(loss: Loss, output: Any, y: Any, m: int) -> None:
         )
     if m < 2:
         return
-    n = max(1, m // 3)  # parts of unequal size: a mean of means is no mean
+    n = max(1, m // 3)  # unequal parts: their plain mean is not the mean over samples
     a, b = (
         float(value_of(loss, _map(part, output), _map(part, y)))
         for part in (lambda t: _cut(t, m, 0, n), lambda t: _cut(t, m, n, m))
@@ -157,7 +157,7 @@ def _check_mean(loss: Loss, output: Any, y: Any, m: int) -> None:
 
 
 def cut(tree: Any, m: int, start: int, stop: int) -> Any:
-    """Return the samples `start:stop` of m, of all tensors that have them in dimension 0."""
+    """Cut all tensors that have m samples in dimension 0: return their samples `start:stop`."""
     return _map(lambda t: _cut(t, m, start, stop), tree)
 
 

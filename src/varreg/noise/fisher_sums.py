@@ -24,7 +24,7 @@ from varreg.thresholds import SAME_PARAMETERS
 
 
 class _Sums(NamedTuple):
-    """The sums so far, replaced together, so that an interruption leaves them consistent."""
+    """The sums so far. They are replaced together: an interruption leaves them consistent."""
 
     samples: int
     batches: int
@@ -32,7 +32,7 @@ class _Sums(NamedTuple):
 
 
 class FisherSums:
-    """The sums behind `varreg.fisher`, for a loop of your own: interrupted, continued, added up.
+    """The sums of `varreg.fisher` for your own loop: you can interrupt, continue and add them up.
 
     >>> import torch, varreg
     >>> model = torch.nn.Linear(3, 2)
@@ -47,7 +47,7 @@ class FisherSums:
     32
 
     Args:
-        model: As for `varreg.fisher`, as are `kind`, `loss`, `dtype` and `generator`.
+        model: As for `varreg.fisher`. So are `kind`, `loss`, `dtype` and `generator`.
 
     """
 
@@ -104,7 +104,7 @@ class FisherSums:
             x, y, m = cut(x, m, 0, most), cut(y, m, 0, most), most
         found = None
         with torch.enable_grad():
-            for _ in range(2 if m else 0):  # a second time if squares need float64
+            for _ in range(2 if m else 0):  # measure a second time if squares need float64
                 if (found := self._measure(self._observer, x, y, m)) is not None:
                     break
             else:
@@ -123,8 +123,8 @@ class FisherSums:
     def _measure(
         self, observer: Observer, x: Any, y: Any, m: int
     ) -> tuple[int, dict[str, Tensor]] | None:
-        """Return N and Σ g_i² of a batch; None if squares left the range of float32: the next call
-        sums them up in float64.
+        """Return N and Σ g_i² of a batch. Return None if squares left the range of float32; the
+        next call adds them up in float64.
         """
         model = observer.model
         output = (
@@ -176,8 +176,8 @@ class FisherSums:
         )
 
     def all_reduce(self, group: Any = None) -> None:
-        """Add up the sums of all processes; then all processes have the same sums. Those of sharded
-        parameters are over all processes already.
+        """Add up the sums of all processes, so that all processes have the same sums. The sums of
+        sharded parameters contain all processes already.
         """
         whole = [t for n, t in self._sums.squares.items() if not is_sharded(self._parameters[n])]
         if not whole:
@@ -204,13 +204,13 @@ class FisherSums:
             self.generator.set_state(state["generator"])
 
     def _size(self) -> float:
-        """Return Σ p² over all parameters, by which other parameter values are detected."""
+        """Return Σ p² over all parameters. It shows whether a model has other parameter values."""
         return sum(
             float(local(p.detach()).double().square().sum()) for p in self.model.parameters()
         )
 
     def _check_state(self, state: Any) -> None:
-        """Raise a VarregError unless a state is one of these sums, at these parameters."""
+        """Raise a VarregError unless a state is of the same kind and of the same parameters."""
         keys = {"kind", "samples", "batches", "size", "generator", "squares"}
         if not isinstance(state, dict) or set(state) != keys:
             raise VarregError("varreg: FisherSums expects the result of its state_dict().")
@@ -255,7 +255,7 @@ def _moved(tree: Any, device: torch.device) -> Any:
 
 
 def _counted(name: str, count: int, m: int, sharded: bool) -> int:
-    """Return the number of measured samples. Raise a VarregError if it is not that of the batch."""
+    """Return `count`, the number of measured samples. Raise a VarregError if it differs from m."""
     if count != m and not sharded:
         raise VarregError(
             f"varreg: '{name}' was measured over {count} samples, and the first input has {m} in "

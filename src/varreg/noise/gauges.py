@@ -1,7 +1,7 @@
 """Gauges: numbers from the moments of one batch. Each docstring says what the gauge is good for.
 
-A gauge takes the moments that `varreg.moments(p)` returns, of one parameter, of a layer, or of all.
-It ignores None. With m samples, s² = m/(m−1)·v² is the unbiased variance of one
+A gauge takes the moments that `varreg.moments(p)` returns: those of one parameter, of a layer, or
+of all parameters. It ignores None. With m samples, s² = m/(m−1)·v² is the unbiased variance of one
 sample's gradient, tr Σ its sum over all elements, and |Ĝ|² = |ḡ|² − tr Σ/m.
 
 >>> import torch, varreg
@@ -57,10 +57,11 @@ def gsnr(moments: Several) -> float:
 
 
 def cabs(moments: Several, lr: float, loss: float) -> float:
-    """Return lr·tr Σ/loss, the batch of CABS (Balles et al. 2017).
+    """Return lr·tr Σ/loss, the batch size of CABS (Balles et al. 2017). The loss must be a mean
+    over samples.
 
-    Good for: a batch that fits a learning rate of plain SGD on a loss whose minimum is 0. Not for:
-    momentum, Adam, or a loss with another minimum. For a loss that is a mean over samples.
+    Good for: a batch size that fits a learning rate of plain SGD, if the minimum of the loss is 0.
+    Not for: momentum, Adam, or a loss with another minimum.
     """
     for name, value in (("lr", lr), ("loss", loss)):
         if not isinstance(value, (int, float, Tensor)) or not value > 0:
@@ -69,8 +70,8 @@ def cabs(moments: Several, lr: float, loss: float) -> float:
 
 
 def evidence(moments: Several) -> float:
-    """Return 1 − m·mean(ḡ²/s²), the evidence criterion (Mahsereci et al. 2017): above 0, the mean
-    gradient looks like noise alone.
+    """Return 1 − m·mean(ḡ²/s²), the evidence criterion (Mahsereci et al. 2017). If it is above 0,
+    the mean gradient cannot be told from noise.
 
     Good for: deciding when to stop with a few hundred samples in one batch, and no validation set.
     Not for: more data, where it stopped too early or never.
@@ -83,7 +84,8 @@ def evidence(moments: Several) -> float:
 def noise_scale(moments: Several) -> float:
     """Return tr Σ/|Ĝ|², infinite where |Ĝ|² is not positive.
 
-    Good for: nothing by itself, from one batch: see `varreg.NoiseScale`, which averages both.
+    Good for: nothing, from one batch alone. Use `varreg.NoiseScale`, which averages numerator and
+    denominator.
     """
     return _row(moments).noise_scale
 
@@ -91,8 +93,8 @@ def noise_scale(moments: Several) -> float:
 def noise_scale_l1(moments: Several) -> float:
     """Return (Σ_p s_p)²/(Σ_p |G_p|)², for optimizers that step by signs.
 
-    Good for: nothing by itself, from one batch: see `varreg.NoiseScale(observer, l1=True)`, which
-    has the same estimate of |G_p|.
+    Good for: nothing, from one batch alone. Use `varreg.NoiseScale(observer, l1=True)`, which has
+    the same estimate of |G_p|.
     """
     sums = [l1_sums(m) for m in _known(moments)]
     s, size, excess = (sum(number(part[i]) for part in sums) for i in range(3))
@@ -101,10 +103,12 @@ def noise_scale_l1(moments: Several) -> float:
 
 
 def effective_lambda(optimizer: Regularized) -> float:
-    """Return the mean of λ in the last step, weighted by squared gradients; nan without one.
+    """Return the mean of λ in the last step, weighted by squared gradients; nan if the step had no
+    λ.
 
-    Good for: measuring by how much steps were longer on the whole; SGD at that learning rate is the
-    control for any gain. Not for: comparing layers of different curvature.
+    Good for: measuring by which factor λ made the whole step longer. SGD with a learning rate
+    larger by this factor is the control for any gain. Not for: comparing layers of different
+    curvature.
     """
     if not hasattr(optimizer, "lambda_summary"):
         raise VarregError(
@@ -116,7 +120,7 @@ def effective_lambda(optimizer: Regularized) -> float:
 
 
 def _known(moments: Several) -> list[Any]:
-    """Return the moments without None. Raise a VarregError unless all have two samples or more."""
+    """Return all moments but None. Raise a VarregError unless each has two samples or more."""
     one = moments is None or isinstance(moments, (Moments, Totals))
     several: Any = [moments] if one or not isinstance(moments, Iterable) else moments
     parts = [m for m in several if m is not None]

@@ -1,4 +1,4 @@
-"""Intervals for the ratio of two averages over steps, whose neighbours are correlated. Pure
+"""Intervals for the ratio of two averages over steps, if neighbouring steps are correlated. Pure
 functions of many series at once.
 """
 
@@ -47,9 +47,9 @@ def quantile(independent: Tensor) -> Tensor:
 
 
 def ratio_intervals(rows: Tensor) -> list[tuple[float, float]]:
-    """Return bounds for E x/E y ≥ 0 of each of series `[series, n, 2]` of (x, y), by Fieller's
-    theorem: all ratios for which the mean of x − ratio·y is no more than two of its standard errors
-    from 0.
+    """Return bounds for E x/E y ≥ 0 for each of the series `[series, n, 2]` of (x, y), by Fieller's
+    theorem. Between the bounds are all ratios for which the mean of x − ratio·y is at most two of
+    its standard errors from 0.
 
     The upper bound is infinite if y is within two standard errors of 0. The bounds from one row are
     0 and infinity.
@@ -67,7 +67,7 @@ def ratio_intervals(rows: Tensor) -> list[tuple[float, float]]:
 def _fieller(x: float, y: float, allowed: list[list[float]], unit: float) -> tuple[float, float]:
     """Return the ratios at which a·ratio² − 2b·ratio + c turns positive, in units of `unit`."""
     (xx, xy), (_, yy) = allowed
-    if not x > 0 or not y + yy > 0:  # no noise at all, or no signal in any row
+    if not x > 0 or not y + yy > 0:  # no row has noise, or no row has a signal
         return (0.0, 0.0) if not x > 0 else (math.inf, math.inf)
     a, b, c = y * y - yy, x * y - xy, x * x - xx
     root = math.sqrt(max(b * b - a * c, 0.0))

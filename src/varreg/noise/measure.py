@@ -1,5 +1,5 @@
-"""From S and W to tr Σ and |Ĝ|² of each parameter: one pass over both, without waiting for a
-device.
+"""Compute tr Σ and |Ĝ|² of each parameter from S and W, in one pass over both and without waiting
+for a device.
 
 For a loss that is a mean over m samples in K groups:
 
@@ -29,7 +29,9 @@ from varreg.parallel.shards import is_sharded, total
 
 
 class Measured(NamedTuple):
-    """A parameter, its ledger, and its moments; if it is sharded, those of this rank's part."""
+    """A parameter, its ledger, and its moments; for a sharded parameter, those of this rank's
+    shard.
+    """
 
     parameter: Tensor
     ledger: Ledger
@@ -37,8 +39,8 @@ class Measured(NamedTuple):
 
 
 def read(parameters: Sequence[tuple[Tensor, Ledger]]) -> list[Measured]:
-    """Return the moments of parameters over all processes. Raise a MeasurementError if they are of
-    one process alone.
+    """Return the moments of parameters over all processes. Raise a MeasurementError if they cover
+    the samples of one process only.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         check_synchronized((p for p, _ in parameters), steps=False)
@@ -65,8 +67,9 @@ def has_variance(found: Sequence[Measured]) -> bool:
 def estimates(found: Sequence[Measured], l1: bool = False) -> Tensor:
     """Return tr Σ and |Ĝ|² of each parameter, `[n, 2]`; with `l1`, also its `l1_sums`, `[n, 5]`.
 
-    The result is on the device of the first parameter, and is not read. Sharded parameters need one
-    reduction for all. A parameter without moments has zeros: no sample had a gradient there.
+    The result stays on the device of the first parameter; no value is copied to the CPU. All
+    sharded parameters together need one reduction. A parameter without moments has zeros, since no
+    sample had a gradient there.
     """
     home = found[0].parameter.device
     numbers = _native_rows(found, l1) if home.type == "cpu" else None
@@ -82,8 +85,8 @@ def estimates(found: Sequence[Measured], l1: bool = False) -> Tensor:
 
 
 def _native_rows(found: Sequence[Measured], l1: bool) -> list[list[float]] | None:
-    """Return `estimates` as numbers; None unless native code serves all moments. For small models,
-    a tensor for each parameter takes longer than the sums.
+    """Return `estimates` as Python numbers; None unless native code serves all moments. Numbers are
+    faster for small models: creating a tensor for each parameter would take longer than the sums.
     """
     rows = []
     known: list[tuple[list[float], Moments | Totals, float, float]] = []  # S·S and ΣW
@@ -121,7 +124,7 @@ def _native_rows(found: Sequence[Measured], l1: bool) -> list[list[float]] | Non
 
 
 def _tensor_rows(found: Sequence[Measured], l1: bool, home: torch.device) -> Tensor:
-    """Return `estimates` of moments on any device, without reading them."""
+    """Return `estimates` of moments on any device, without waiting for it."""
     precise = torch.float32 if home.type == "mps" else torch.float64
     rows = torch.stack([row.to(home, precise, non_blocking=True) for row in _squares(found)])
     rows = (rows.unsqueeze(1) * _factors(found).to(rows, non_blocking=True)).sum(2)
@@ -169,7 +172,7 @@ def _factors_of(moments: Moments | Totals) -> list[list[float]]:
 
 
 def _l1_sums(found: Sequence[Measured]) -> list[Tensor]:
-    """Return `l1_sums` of each parameter; those on the CPU in one native pass."""
+    """Return `l1_sums` of each parameter. Native code computes those on the CPU in one pass."""
     out: list[Tensor] = [torch.zeros(3)] * len(found)
     fast = []
     for i, f in enumerate(found):
@@ -200,11 +203,12 @@ _NOISE_OF_ZERO = 3 * math.sqrt(2 / math.pi)
 
 
 def l1_sums(m: Moments) -> Tensor:
-    """Return Σ s, Σ|ḡ|, and by how much Σ|ḡ| may exceed Σ|G|, over all elements.
+    """Return Σ s, Σ|ḡ|, and an upper bound of the excess of Σ|ḡ| over Σ|G|, over all elements.
 
-    With e = s/√m the standard error of ḡ and z = ḡ/e, E e|z| is never below |G|; and E e(|z| −
-    3√(2/π)·exp(−4z²)) is never above it, for a normal ḡ: 0 where G is 0, and the same as |ḡ| where
-    it is some standard errors long. No estimate of |G| is unbiased: it has a corner at 0.
+    |G| has no unbiased estimate, since |·| has a corner at 0. Let e = s/√m be the standard error of
+    ḡ, and z = ḡ/e. For a normal ḡ, the mean of e|z| = |ḡ| is never below |G|. The mean of the
+    second estimate, e(|z| − 3√(2/π)·exp(−4z²)), is never above |G|: it is 0 where G is 0, and
+    nearly that of |ḡ| where |G| is several standard errors.
     """
     s = (m.variance * (m.count / (m.count - 1))).sqrt_()
     e, size = s / math.sqrt(m.count), m.mean.abs()

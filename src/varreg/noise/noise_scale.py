@@ -28,9 +28,9 @@ class NoiseScale:
 
         tr Σ = Σ_p s²,   |Ĝ|² = |ḡ|² − tr Σ/m,   with s² = m/(m−1)·v²
 
-    which are unbiased. Both are averaged over the last `window` updates, and `value` is the ratio
-    of the averages. The ratio of one batch is useless, and so is an average of ratios. The interval
-    is Fieller's for a ratio of means, at two standard errors that include autocorrelation.
+    Both are unbiased. They are averaged over the last `window` updates, and `value` is the ratio of
+    the averages. The ratio of one batch is useless, and so is an average of ratios. The interval is
+    Fieller's for a ratio of means, at two standard errors that include autocorrelation.
 
     With `l1=True`, B_n is (Σ_p s_p)²/(Σ_p |G_p|)², the version for optimizers that step by signs
     (signSGD, Lion; Adam is between the two). |G_p| has no unbiased estimate. There is an estimate
@@ -75,7 +75,7 @@ class NoiseScale:
         self._read: tuple[int, list[Reading]] = (-1, [])
         self._warned = False
 
-    @disable_dynamo  # eager, also inside of a compiled training step
+    @disable_dynamo  # it runs eagerly, even inside a compiled training step
     @torch.no_grad()
     def update(self) -> None:
         """Add the moments of a step. Call it after the last `backward()` of the step, before
@@ -135,8 +135,8 @@ class NoiseScale:
         return self._rows, self._layer_index
 
     def _readings(self) -> list[Reading]:
-        """Return one reading for each layer, then that of the whole model. Compute them once for
-        each update.
+        """Return one reading for each layer, and then that of the whole model. They are computed
+        once for each update.
         """
         if self._read[0] != self.updates:
             rows = in_order(self._rows, self.updates)
@@ -169,8 +169,8 @@ class NoiseScale:
 
     @property
     def latest(self) -> Tensor:
-        """Return tr Σ and |Ĝ|² of the last update, `[layers, 2]`. They are of one batch: their
-        ratio is useless.
+        """Return tr Σ and |Ĝ|² of the last update, `[layers, 2]`. Their ratio is useless, since
+        they come from one batch.
         """
         if self._rows is None or not self.updates:
             raise VarregError("varreg: NoiseScale has no update; call update() after backward().")

@@ -1,4 +1,4 @@
-"""From the noise scale to other batch sizes: steps, samples, learning rate."""
+"""Plan other batch sizes from the noise scale: their steps, samples and learning rates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class _Noise(Protocol):
-    """The noise scale, as a plan needs it."""
+    """The properties of a noise scale that a plan needs."""
 
     @property
     def value(self) -> float: ...
@@ -28,7 +28,9 @@ class _Noise(Protocol):
 
 
 class PlanRow(NamedTuple):
-    """The cost of a batch size up to the same loss, and its learning rate, relative to `now`."""
+    """The cost of reaching the same loss with a batch size, and its learning rate; both are
+    relative to the batch size `now`.
+    """
 
     batch: int
     steps: float
@@ -132,7 +134,7 @@ def relative(
     steps = _steps(batch, now, noise_scale)
     ends = [_steps(batch, now, b) * batch / now for b in interval]
     return PlanRow(
-        batch,  # type: ignore[arg-type]  # a curve has batch sizes in between
+        batch,  # type: ignore[arg-type]  # a curve also has fractional batch sizes
         steps,
         steps * batch / now,
         1 / steps,

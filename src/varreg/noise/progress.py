@@ -13,8 +13,8 @@ from varreg.errors import VarregError
 def bar(items: Iterable[Any], what: str, total: int | None, wanted: bool | None) -> Iterator[Any]:
     """Yield the items, and show a progress bar.
 
-    `wanted` None: only on a terminal, and only if tqdm or rich is installed. True: always; without
-    a library, raise a VarregError.
+    If `wanted` is None, show it only on a terminal, and only if tqdm or rich is installed. If True,
+    show it always; raise a VarregError if neither is installed.
     """
     if wanted is False or (wanted is None and not sys.stderr.isatty()):
         yield from items

@@ -1,4 +1,4 @@
-"""From averages over updates to the noise scale and its interval, layer by layer."""
+"""Compute the noise scale and its interval of each layer, from averages over updates."""
 
 from __future__ import annotations
 
@@ -70,14 +70,16 @@ def in_order(rows: Tensor | None, updates: int) -> Tensor:
 
 
 def l2_readings(names: list[str], series: Tensor) -> list[Reading]:
-    """Return the reading of each of series `[series, n, 2]` of (tr Σ, |Ĝ|²)."""
+    """Return one reading for each of the series `[series, n, 2]` of (tr Σ, |Ĝ|²)."""
     series = series[..., :2]
     parts = zip(names, series.mean(1).tolist(), ratio_intervals(series), strict=True)
     return [Reading(name, noise, signal, interval) for name, (noise, signal), interval in parts]
 
 
 def l1_readings(names: list[str], series: Tensor) -> list[Reading]:
-    """Return the reading of each of series `[series, n, 5]`; the last three are `l1_sums`."""
+    """Return one reading for each of the series `[series, n, 5]`. The last three of the five
+    columns are `l1_sums`.
+    """
     s, size, excess = series[..., 2:].unbind(2)
     noise, signal = s.mean(1).square(), (size - excess / 2).mean(1).clamp(min=0).square()
     lows = ratio_intervals(torch.stack([s, size], 2))

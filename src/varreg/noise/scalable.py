@@ -1,4 +1,4 @@
-"""Optimizers whose step follows their learning rate, so that AdaScale can scale it."""
+"""Check that an optimizer's step is proportional to its learning rate: AdaScale needs that."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ _POWERS: dict[type[Optimizer], float] = {
     torch.optim.RMSprop: 0.5,
     torch.optim.Adagrad: 0.5,
 }
-"""Torch's optimizers, with the power of the gain for the learning rate. AdamW is an Adam."""
+"""The power of the gain by which AdaScale multiplies the learning rate, by torch optimizer. AdamW
+is a subclass of Adam.
+"""
 
 _OWN_SCALE: dict[str, str] = {
     "relative_step": "it sets its own step size (relative_step)",
@@ -27,7 +29,9 @@ _OWN_SCALE: dict[str, str] = {
     "d0": "it estimates its own step size (D-adaptation)",
     "reps_rel": "it estimates its own step size (distance over gradients)",
 }
-"""Keys of param groups by which an optimizer with its own step size is recognized."""
+"""Keys of param groups that only an optimizer with its own step size has, with the reason why
+AdaScale cannot scale it.
+"""
 
 
 def check(optimizer: Any, base_batch: Any, power: Any, smoothing: Any) -> None:
@@ -53,7 +57,7 @@ def check(optimizer: Any, base_batch: Any, power: Any, smoothing: Any) -> None:
 
 
 def _own_scale(optimizer: Optimizer) -> str:
-    """Return the reason why a step does not follow the learning rate; "" if it does."""
+    """Return why a step is not proportional to the learning rate; an empty text if it is."""
     own = {
         torch.optim.LBFGS: "its step evaluates the model many times",
         torch.optim.Rprop: "it sets its own step sizes",

@@ -1,4 +1,6 @@
-"""Adadelta: the gradient over the root of an average of its squares, times that of past steps."""
+"""Adadelta: the gradient over the root of an average of its squares, times the root of an average
+of past squared increments.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def _adadelta(step: ParameterStep) -> tuple[Tensor, Tensor]:
     p2 = step["square_avg"].to(s2.dtype).add(eps).sqrt_()
     z = g / p2
     variance = increments.ratio(z, p2, p2, (s2, gs2 * (1 - rho), V), direct)
-    # The base's step has changed the average a to ρ·a + (1−ρ)·(a + eps)·z²; A² = a + eps
+    # A² = a + eps, and the base's step has changed the average a to ρ·a + (1−ρ)·(a + eps)·z²: solve
     after, zz = step["acc_delta"].to(s2.dtype), z.square()
     divisor = (zz * (1 - rho)).add_(rho).clamp_(min=TINY_DIVISOR)
     A2 = (after - (1 - rho) * eps * zz).div_(divisor).clamp_(min=0).add_(eps)

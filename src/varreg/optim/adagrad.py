@@ -33,9 +33,9 @@ class VRAdagrad(Regularized, torch.optim.Adagrad):
 
         Var(ḡ/D) ≈ (1/D²) [σ² − 2|δ̄|σ² + δ̄²V],  V ← V + σ²,  D = p₂ + eps
 
-    `variance="direct"` weights with g/p₂ and its square. That is the default here, unlike for Adam:
-    replacing |g_τ|/p₂ by 1 makes sense if p₂ is an average of |g|, but here p₂ is a sum over all
-    steps.
+    `variance="direct"` weights σ² with g/p₂ and its square. It is the default here, unlike for
+    Adam: replacing |g_τ|/p₂ by 1 makes sense if p₂ is an average of |g|, but here p₂ is a sum over
+    all steps.
 
     The arguments are those of `torch.optim.Adagrad`, then the keyword-only ones of `VRAdam`.
     """

@@ -16,8 +16,8 @@ from varreg.optim.increments import Increment, Kernel
 from varreg.optim.step import ParameterStep
 
 Numerator = tuple[Tensor, Tensor, Tensor, float]
-"""n, its variance N, its covariance sum C with the denominator, and the number that n is still to
-be divided by.
+"""The numerator n, its variance N, its covariance sum C with the denominator, and the bias
+correction: the number by which n has yet to be divided.
 """
 READS = ("exp_avg", "exp_avg_sq")
 SUMS = ("vr_numerator", "vr_covariance", "vr_denominator")
@@ -28,7 +28,8 @@ def average_over_root(
 ) -> tuple[Tensor, Tensor]:
     """Return δ̄ = n/(p₂ + eps) and its variance, with p₂² Adam's bias-corrected average of squares.
 
-    N, C and V are updated as the two averages are. `numerator` returns n, with N and C for this n.
+    Update N, C and V with the decay rates of the two averages. `numerator` returns n, with N and C
+    for this n.
     """
     group, g, s2 = step.group, step.g, step.s2
     (beta1, beta2), direct = map(float, group["betas"]), group["variance"] == "direct"
@@ -116,7 +117,7 @@ class VRAdam(_Adam, torch.optim.Adam):
         Var(δ̄) ≈ (1/(p₂+eps)²) [N − 2|δ̄|C + δ̄²V]        ρ = Var(δ̄)/δ̄²,  and λ from ρ as for SGD
         N ← β₁²N + (1−β₁)²σ²,  C ← β₁β₂C + (1−β₁)(1−β₂)σ²,  V ← β₂²V + (1−β₂)²σ²
 
-    which is S2.4's simplified version, with its misprints corrected (β₂² for V, σ² for σ, |δ̄| for
+    This is S2.4's simplified version, with its misprints corrected (β₂² for V, σ² for σ, |δ̄| for
     δ̄), and N, C, V bias-corrected as m and v are. `variance="direct"` weights σ² with g/p₂ in C
     and its square in V: S2.4's version before it is simplified. With `amsgrad`, C and V are those
     of the step that reached the maximum. Both versions are right to first order in the errors; the

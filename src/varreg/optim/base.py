@@ -82,7 +82,7 @@ class Regularized(Optimizer):
         self._lambdas: dict[Tensor, Tensor | RepeatedLambda] = {}  # of the last step
         self._warned: set[Any] = set()  # warnings that the user has seen (`step_warnings.Notice`)
         self._step_count = 0
-        self._large_lambda_flags: list[Tensor] = []  # at the last looks: True if λ was large
+        self._large_lambda_flags: list[Tensor] = []  # of the last checks: True if λ was large
         self._checked: list[tuple[Any, ...]] = []  # options of each group at the last check
         self._groups_fixed = False  # True: options that may not change later are fixed
 
@@ -92,7 +92,7 @@ class Regularized(Optimizer):
         now = []
         for group in self.param_groups:
             values = tuple(map(group.get, watched))
-            now.append((id(group), values, tuple(map(type, values))))  # 1 == True
+            now.append((id(group), values, tuple(map(type, values))))  # types, since 1 == True
         if now != self._checked:
             for group in self.param_groups:
                 check_group(type(self), group)
@@ -154,12 +154,12 @@ class Regularized(Optimizer):
 
     def lambda_summary(self, parameters: bool = True) -> LambdaSummary:
         """Return a summary of λ in the last step, for each parameter and for the whole model: print
-        it, or log its `as_dict()`. Without `parameters`, return that of the whole model alone. It
-        takes a fraction of the time: its quantiles are those of up to 65,536 elements, evenly
+        it, or log its `as_dict()`. With `parameters=False`, return only the row of the whole model.
+        That takes a fraction of the time: quantiles are then those of up to 65,536 elements, evenly
         spaced.
 
-        If parameters are sharded, the summary is of this rank's shards, and one rank may call it
-        alone.
+        If parameters are sharded, the summary covers this rank's shards. One rank may call it
+        without the others.
         """
         rows = []
         for p, name in names(self).items():
@@ -171,12 +171,13 @@ class Regularized(Optimizer):
                 rows.append((name, lam, grad, count, local(p).numel()))
         return summarize(rows) if parameters else overview(rows)
 
-    @_torch.disable_dynamo  # a step is eager, also inside of a compiled training step
+    @_torch.disable_dynamo  # a step runs eagerly, even inside a compiled training step
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step of the base, with each parameter's change scaled by λ.
 
-        `closure`, if given, computes the loss and its gradients first; its loss is returned.
+        If a `closure` is given, it runs first: it computes the loss and its gradients. Return its
+        loss, or None.
         """
         loss = None
         if closure is not None:
@@ -207,7 +208,7 @@ class Regularized(Optimizer):
     def _base_step(self) -> None:
         step: Any = self._base.step
         while getattr(step, "hooked", False):
-            step = step.__wrapped__  # hooks and profiling are around our own step already
+            step = step.__wrapped__  # our own step has the hooks and the profiling already
         step(self)
 
     def _increment(self, group: dict[str, Any]) -> Increment:

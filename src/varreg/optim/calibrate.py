@@ -1,4 +1,4 @@
-"""Calibrate λ of many parameters by PyTorch, in few calls. Native code does it in its own pass."""
+"""Calibrate λ of many parameters by PyTorch, in few calls. Native steps calibrate by themselves."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 def calibrate(steps: list[ParameterStep]) -> None:
-    """Scale λ of parameters of one group, precision and device so that its mean over each stays at
-    1. The definition is `calibration.calibrated`.
+    """Scale λ of each parameter so that its mean stays at 1. The parameters have one group,
+    precision and device. The definition is `calibration.calibrated`.
 
-    For sharded parameters, means are over all shards: one reduction for all parameters before the
-    scaling, and one after it.
+    For sharded parameters, means are over all shards. That takes one reduction for all parameters
+    before the scaling, and one after it.
     """
     for step in steps:
         if not step.p.numel() and step.group["per"] == "element":  # an empty shard

@@ -1,4 +1,4 @@
-"""Before the step: collect the parameters whose step is regularized, with their moments."""
+"""Prepare a step: collect the parameters whose step is regularized, with their moments."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 
 def find_steps(optimizer: Regularized) -> list[ParameterStep]:
-    """Return the step of each parameter that has a gradient, in groups with s > 0, and whether
-    native code takes it.
+    """Return the step of each parameter that has a gradient and is in a group with s > 0. Decide
+    for each whether native code takes it.
     """
     if _torch.dispatch_modes():
         refuse_fake_mode("step()")
@@ -64,11 +64,13 @@ _NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "eps")
 def take_whole_steps(
     optimizer: Regularized, steps: list[ParameterStep]
 ) -> dict[Tensor, Tensor | RepeatedLambda]:
-    """Take the steps that native code can take as a whole (whole_step.py); return λ by parameter,
-    or what it can be had of. Nothing of the other parameters has changed.
+    """Take whole steps by native code, the base's step included (whole_step.py). Return λ of each
+    parameter that moved, or a `RepeatedLambda`. The other parameters, and their state, do not
+    change.
 
-    One step that native code cannot take may raise, and then no parameter may have moved: so it is
-    all of them, or none. Only a gradient that was changed is found later; that does not raise.
+    Native code takes all steps or none: if it cannot take one of them, that one may raise an error
+    later, and until then no parameter may move. There is one exception. Only while it runs does
+    native code find that a gradient was changed after `backward()`; it then skips that parameter.
     """
     taken: dict[Tensor, Tensor | RepeatedLambda] = {}
     if not optimizer._groups_fixed or deferred.PENDING or processes.are_several():
@@ -80,13 +82,13 @@ def take_whole_steps(
         if not step.native or m is None or m.groups < 2 or ledger is None or ledger.is_float64:
             return taken
         if BACKENDS[step.parameter.device.type] is not native:
-            return taken  # the whole step is in C alone
+            return taken  # only the C library has whole steps
         if id(group) not in known:
             kernel, betas = step.increment.kernel, group.get("betas", (1.0,))
             types = {*map(type, map(group.get, _NUMBERS)), *map(type, betas)}
             known[id(group)] = (
                 types <= {float, int, type(None)}  # no tensors
-                and betas[0] > 0.5  # below, torch has another formula
+                and betas[0] > 0.5  # for smaller values, torch uses another formula
                 and not any(map(group.get, _OTHER_WAYS))
                 and kernel is not None
                 and repeats_torch(
@@ -104,9 +106,9 @@ def take_whole_steps(
 
 
 def judge_steps(optimizer: Regularized, steps: list[ParameterStep]) -> None:
-    """Find out which steps are regularized: those whose parameter has the moments that λ needs.
-    These get copies of the values that the base's step overwrites. For the other parameters, a
-    warning says why not. The optimizer itself does not change yet, in case of an error.
+    """Set `regularized` of each step: whether its parameter has the moments that λ needs. Copy the
+    values that the base's step will overwrite. For the other parameters, warn why their step is
+    the base's own. The optimizer itself does not change yet, since an error may follow.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         check_synchronized(step.parameter for step in steps)
@@ -160,8 +162,8 @@ def judge_steps(optimizer: Regularized, steps: list[ParameterStep]) -> None:
 
 
 def _candidates(optimizer: Regularized) -> list[ParameterStep]:
-    """Return the step of each parameter that has a gradient, in groups with s > 0, with its
-    moments, if it has any.
+    """Return the step of each parameter that has a gradient and is in a group with s > 0. The step
+    holds the moments, if there are any.
     """
     steps: list[ParameterStep] = []
     for group in optimizer.param_groups:
@@ -180,8 +182,8 @@ def _candidates(optimizer: Regularized) -> list[ParameterStep]:
 
 def _set_products(steps: list[ParameterStep]) -> None:
     """Set `step.products` of each step: the products of its gradient and its moments. For sharded
-    parameters they are sums over all shards, by one small reduction for all parameters. They also
-    decide the precision of each ledger's next sums.
+    parameters they are sums over all shards, by one small reduction for all parameters. The
+    products also decide the precision of each ledger's next sums.
 
     Products stay None if they are missing, on this rank or on another, or if the gradient was
     cleared.
@@ -226,14 +228,14 @@ def _set_products(steps: list[ParameterStep]) -> None:
 
 
 def _is_cleared(ledger: Ledger, grad: Tensor) -> bool:
-    """Return whether a gradient that became zero on a device was cleared. On the CPU, the ledger
-    has checked that before.
+    """Return whether a gradient that is zero now was cleared after it was measured. Check only on a
+    device: on the CPU, the ledger has checked that before.
     """
     return not local(grad).is_cpu and ledger.gradient.is_written(grad)
 
 
 def _check_by_element(optimizer: Regularized, step: ParameterStep) -> None:
-    """Raise a VarregError if each element of a shard has another κ²."""
+    """Raise a VarregError if each element of a shard has its own κ²."""
     p = step.parameter
     if isinstance(step.kappa2, Tensor) and is_sharded(p):
         raise VarregError(
@@ -244,7 +246,7 @@ def _check_by_element(optimizer: Regularized, step: ParameterStep) -> None:
 
 
 def _copy_before_base_step(steps: list[ParameterStep]) -> None:
-    """Copy the parameters and gradients that steps by PyTorch need from before the base's step."""
+    """Copy parameters and gradients: steps by PyTorch need their values before the base's step."""
     by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
     for step in steps:
         if step.native or not step.regularized:

@@ -1,7 +1,7 @@
-"""Steps on a model of which only sums over elements are measured (`observe(model, per="model")`).
+"""Steps on a model that is measured by sums over elements only (`observe(model, per="model")`).
 
-λ of a tensor or of the model needs Σσ² and Σδ̄² alone. Where the increment is linear in the
-gradients, the variance of each element may be replaced by their mean: all sums stay what they are.
+λ of a tensor or of the model needs Σσ² and Σδ̄² only. If the increment is linear in the gradients,
+the variance of each element may be replaced by the mean variance: no sum changes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def as_moments(
     ledger: Any,
     m: Totals,
 ) -> Moments:
-    """Return moments of a parameter with the sums that were measured. Raise a VarregError if its
-    step needs more than sums.
+    """Return moments of a parameter that have the measured sums. Raise a VarregError if the step
+    needs more than sums.
     """
     assert isinstance(ledger, TotalsLedger)
     assert p.grad is not None

@@ -1,6 +1,7 @@
-"""Gradients that were clipped or unscaled between `backward()` and `step()`: find the change, and
-adapt the variance. (Weight decay is in `increments.py`: `coupled_decay`; decoupled decay in
-`step.py`.)
+"""Find out whether gradients were clipped or unscaled between `backward()` and `step()`, and adapt
+the variance.
+
+Coupled weight decay is in `increments.py` (`coupled_decay`), decoupled weight decay in `step.py`.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ class NotFiniteError(Exception):
 
 
 class OverflowedError(Exception):
-    """The gradient is finite, its squares were not."""
+    """The gradient is finite, but its squares are not."""
 
 
 def products(m: Moments, grad: Tensor) -> Tensor:
-    """Return S·S, g·S, g·g and ΣW of a shard, by which a gradient g is compared with the measured
-    one, S. They add up over shards.
+    """Return S·S, g·S, g·g and ΣW of a shard. They compare a gradient g with the measured one, S.
+    The products of a parameter are the sums over its shards.
 
     For shards, only these products show whether a gradient was changed. So they are in double
     precision, if the device has it: rounding must not look like a change.
@@ -49,8 +50,8 @@ def products(m: Moments, grad: Tensor) -> Tensor:
 
 
 def fetch_products(steps: list[ParameterStep]) -> None:
-    """Set the products of steps by PyTorch, and `base_steps` if the base counts its steps on a
-    device: with few kernels, and one wait, for all parameters of a device.
+    """Set the products of steps that PyTorch takes, and `base_steps` if the base counts its steps
+    on a device. This takes few kernels and one wait for all parameters of a device.
     """
     by_type: dict[Any, list[ParameterStep]] = {}
     for step in steps:
@@ -75,8 +76,8 @@ def fetch_products(steps: list[ParameterStep]) -> None:
 
 
 def _is_written(step: ParameterStep) -> bool:
-    """Return whether a gradient was written to since it was measured, as far as its version
-    shows.
+    """Return whether a gradient was written to since it was measured, according to torch's version
+    counter.
     """
     assert step.ledger is not None
     watch = step.ledger.gradient
@@ -120,8 +121,9 @@ def _is_on_device(value: Any) -> bool:
 def _products(steps: list[ParameterStep]) -> Tensor:
     """Return S·S, Σ|gS|, Σ max(−gS, 0), g·g and ΣW, each for all steps: `[5, n]`.
 
-    The 1-norm, which has a kernel for many tensors, is the sum if no element is negative. A clipped
-    gradient has the signs of the measured one, so that gS is not negative and nothing cancels.
+    Sums are computed as 1-norms, since torch has a kernel for the norms of many tensors. A 1-norm
+    is the sum if no element is negative. A clipped gradient has the signs of the measured one, so
+    gS is not negative, and Σ max(−gS, 0) is 0: the difference loses no digits.
     """
     S = [step.measured.total for step in steps]
     W = [step.measured.square for step in steps]
@@ -154,7 +156,7 @@ def as_seen(
     autocast).
     """
     SS, gS, gg, W = compared
-    # for sums in double precision, too: then g·S is in double precision as well
+    # this holds for sums in double precision, too: then g·S is in double precision as well
     finite = SS + gg + m.count * W <= largest_sum(m.total.dtype)
     if finite and gS == SS == gg:  # the gradient was not changed
         return m.total, 1.0
@@ -165,7 +167,7 @@ def as_seen(
             if bool(g.isfinite().all()) and bool(S.isfinite().all())
             else NotFiniteError
         )
-    if SS == 0:  # the whole gradient was added after backward()
+    if SS == 0:  # the measured gradient is 0: all of g was added after backward()
         return g.view_as(grad), 1.0
     kappa = gS / SS
     eps = max(rounding_of(grad.dtype), precision)
@@ -193,10 +195,10 @@ def largest_sum(dtype: torch.dtype) -> float:
 def _by_element(g: Tensor, S: Tensor, overall: float) -> Tensor:
     """Return κ² of each element, (g/S)².
 
-    Clipping by value shows in several elements with the same, largest absolute value; their κ² is
-    at most that of the others. Any other change of single elements, including rounding, may have
-    added something; then (g/S)² is meaningless where S is small. So κ² is limited to the median
-    over the elements that are not 0 and were not clipped.
+    Clipping by value leaves several elements with the same, largest absolute value. Their κ² is at
+    most that of the others. Any other change of single elements, including rounding, may add
+    something to an element. Then (g/S)² is meaningless where S is small. So κ² is limited to the
+    median over the elements that are not 0 and were not clipped.
     """
     each = (g / S).square_().nan_to_num_(nan=overall, posinf=overall)
     size = g.abs()

@@ -1,5 +1,5 @@
-"""The regularizer's options in param groups: taken from arguments, checked, fixed, and merged with
-those of a checkpoint.
+"""The regularizer's options in param groups: take them from arguments, check them, fix them, and
+merge them with those of a checkpoint.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def defaults(extra: Choices) -> dict[str, Any]:
 
 
 def as_python(value: Any) -> Any:
-    """Return a number of another library (NumPy's float64 is a float) as a Python number, so that a
-    checkpoint holds only Python numbers.
+    """Return a float of another library (NumPy's float64 is a subclass of float) as a Python float,
+    so that a checkpoint holds only Python numbers. Return any other value as it is.
     """
     return float(value) if isinstance(value, float) else value
 
@@ -59,8 +59,8 @@ def signature(cls: type, extra: Choices) -> inspect.Signature:
 
 
 def check_group(cls: type[Regularized], group: Mapping[str, Any]) -> None:
-    """Raise a VarregError that names the allowed values, if an option of a group has another
-    value.
+    """Raise a VarregError if an option of a group has a value that is not allowed. The message
+    names the allowed values.
     """
     check(group)
     for name, allowed in cls._extra_options.items():

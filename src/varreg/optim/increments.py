@@ -1,5 +1,5 @@
-"""An optimizer's increment δ̄: its variance, from the variances σ² of the gradients that went into
-it (paper, S2.4), and its kernel, if it has one.
+"""The increment δ̄ of an optimizer. Its variance follows from the variances σ² of the gradients
+that went into it (paper, S2.4). Some increments have a kernel.
 
 Gradients of different steps have independent errors, ḡ_τ = g_τ + ε_τ with Var(ε_τ) = σ_τ². An
 increment is n/D: a numerator linear in the gradients, n = Σ a_τ ḡ_τ, over D = p₂ + eps with p₂² = Σ
@@ -49,10 +49,10 @@ class Kernel:
     kind: contract.Increment
     fill: Callable[[contract.Task, Mapping[str, Any], Mapping[str, Any], bool], None]
     """Fills the fields of a task that are specific to this increment. Its arguments are the task,
-    the param group, the state, and whether the sums of the variance are new.
+    the param group, the state, and whether the sums for the variance are new.
     """
     knows_base: bool = False
-    """Whether native code can take the base's own step, too: `fill` has filled what it needs."""
+    """Whether native code can take the base's own step, too. `fill` fills the fields for it."""
     takes_gradient: bool = False
     """Whether the kernel reads the gradient itself."""
     can_repeat: bool = False
@@ -63,11 +63,10 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Increment:
-    """The increment δ̄ of an optimizer with certain options, with the base at x' = x − lr·δ̄ (or at
-    that and decoupled weight decay).
+    """The increment δ̄ of an optimizer with certain options. The base moves to x' = x − lr·δ̄,
+    apart from decoupled weight decay.
 
-    Variance and kernel belong together: an increment without a kernel of its own is computed by
-    PyTorch.
+    Variance and kernel belong together. PyTorch computes an increment that has no kernel.
     """
 
     variance: Callable[[ParameterStep], tuple[Tensor, Tensor]]
@@ -97,7 +96,7 @@ VERSIONS = {"variance": ("simplified", "direct")}
 
 
 def coupled_decay(group: Mapping[str, Any]) -> float:
-    """Return the weight decay that the base adds to the gradient; 0 if it is decoupled."""
+    """Return the weight decay that the base adds to the gradient; 0 if decay is decoupled."""
     return 0.0 if group.get("decoupled_weight_decay") else float(group.get("weight_decay", 0))
 
 
@@ -134,21 +133,21 @@ def numerator_weights(beta: float) -> Weights:
 
 
 def covariance_weights(beta1: float, beta2: float) -> Weights:
-    """Return the weights of Σ (1−β₁)β₁ᵏ (1−β₂)β₂ᵏ gσ², k steps ago: C ← β₁β₂C + (1−β₁)(1−β₂)gσ².
-    Simplified: σ² for gσ².
+    """Return the weights of Σ_k (1−β₁)β₁ᵏ (1−β₂)β₂ᵏ gσ², with gσ² of k steps ago:
+    C ← β₁β₂C + (1−β₁)(1−β₂)gσ². The simplified version has σ² in place of gσ².
     """
     return beta1 * beta2, (1 - beta1) * (1 - beta2)
 
 
 def denominator_weights(beta: float) -> Weights:
-    """Return the weights of Σ (1−β)²β²ᵏ g²σ², k steps ago: V ← β²V + (1−β)²g²σ². Simplified: σ² for
-    g²σ². β = 1 stands for AdaGrad's plain sum.
+    """Return the weights of Σ_k (1−β)²β²ᵏ g²σ², with g²σ² of k steps ago: V ← β²V + (1−β)²g²σ².
+    The simplified version has σ² in place of g²σ². β = 1 stands for AdaGrad's plain sum.
     """
     return (1.0, 1.0) if beta == 1 else (beta**2, (1 - beta) ** 2)
 
 
 def accumulate_denominator(V: Tensor, ggs2: Tensor, beta: float) -> Tensor:
-    """Return V, with the g²σ² of this step in it."""
+    """Add the g²σ² of this step to V in place, and return V."""
     keep, take = denominator_weights(beta)
     return V.mul_(keep).add_(ggs2, alpha=take)
 
@@ -168,7 +167,7 @@ def weighted(g: Tensor, s2: Tensor, direct: bool) -> tuple[Tensor, Tensor]:
 
 
 def ratio(delta: Tensor, p2: Tensor, D: Tensor, sums: Sequence[Tensor], direct: bool) -> Tensor:
-    """Return Var(n/D) from N, C and V, which are not changed; nan where it is not known.
+    """Return Var(n/D) from N, C and V, which do not change; nan where the variance is not known.
 
     It is not known if no gradient has arrived yet, or if the bracket is within rounding errors of
     0. For example, Adam's first step m̂/√v̂ = ±1 has no variance to first order; a history must

@@ -27,7 +27,7 @@ class LambdaRow:
     quantiles: tuple[float, float, float]
     """10 %, 50 %, 90 %."""
     silent: int = 0
-    """Elements that never had a gradient: they are in neither mean nor quantiles."""
+    """The number of elements that never had a gradient. Mean and quantiles leave them out."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ elements.
 
 
 def _known(lam: Tensor, grad: Tensor | None, count: Tensor | None, n: int) -> Tensor:
-    """Return where elements have, or ever had, a gradient. Elsewhere λ is 1, and the element never
-    moved.
+    """Return a mask of the elements that have, or ever had, a gradient. The other elements never
+    moved, and their λ is 1.
     """
     if count is None or not lam.dim():
         return lam.new_ones((n,), dtype=torch.bool)
@@ -111,7 +111,7 @@ def overview(named: list[Named]) -> LambdaSummary:
         return LambdaSummary([], None)
     elements = sum(n for *_, n in named)
     every = math.ceil(elements / LAMBDA_SAMPLE)
-    sums, sample, first = [], [], 0  # `first`: where the next element of the sample is
+    sums, sample, first = [], [], 0  # `first`: position of the next element of the sample
     for _, lam, grad, count, n in named:
         each = lam.reshape(-1).expand(n)  # all elements may share one λ
         known, nothing = _known(lam, grad, count, n), each.new_tensor(math.nan)
@@ -120,7 +120,7 @@ def overview(named: list[Named]) -> LambdaSummary:
         sums.append(torch.stack([_sum(part) for part in parts]))
         sample.append(torch.where(known[first::every], each[first::every], nothing))
         first = (first - n) % every
-    home = sums[0].device  # one transfer for all of it
+    home = sums[0].device  # one transfer to the CPU for all sums
     total, weighted, weight, moved = torch.stack([x.to(home) for x in sums]).sum(0).tolist()
     some = torch.cat([x.to(home) for x in sample]).cpu().double()
     some = some[~some.isnan()].sort().values

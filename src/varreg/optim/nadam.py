@@ -35,13 +35,13 @@ NADAM = Increment(_nadam, READS, SUMS)
 class VRNAdam(Regularized, torch.optim.NAdam):
     r"""`torch.optim.NAdam` with variance regularization.
 
-    As `VRAdam`, with Nesterov's numerator n = c₁ḡ + c₂m, c₁ = (1−μ_t)/(1−Πμ) and c₂ =
-    μ_{t+1}/(1−Πμ·μ_{t+1}), in which ḡ appears twice:
+    It is `VRAdam` with Nesterov's numerator n = c₁ḡ + c₂m, where c₁ = (1−μ_t)/(1−Πμ) and c₂ =
+    μ_{t+1}/(1−Πμ·μ_{t+1}). In n, ḡ appears twice:
 
         Var(n) = c₂²N + (c₁² + 2c₁c₂(1−β₁))σ²        Cov(n, p₂²): c₂C + c₁(1−β₂)gσ²
 
-    The arguments are those of `torch.optim.NAdam`, then the keyword-only ones of `VRAdam`.
-    Decoupled weight decay is not scaled.
+    The arguments are those of `torch.optim.NAdam`, then the keyword-only ones of `VRAdam`. λ does
+    not scale decoupled weight decay.
     """
 
     _extra_options: ClassVar = increments.VERSIONS

@@ -1,6 +1,6 @@
-"""Parts of a good size for the cache: large parameters are sliced, small ones joined.
+"""Divide steps into parts whose tensors fit the cache: slice large parameters, join small ones.
 
-A part is itself a `ParameterStep`, with tensors of some of the elements.
+A part is itself a `ParameterStep`. Its tensors hold the elements of the part.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ and the size from which on a parameter is sliced, in elements.
 
 
 def set_lambdas(steps: Iterable[ParameterStep], work: Callable[[ParameterStep], Tensor]) -> None:
-    """Set λ of each step to the results of `work` for its parts."""
+    """Set λ of each step. `work` returns λ of one part."""
     small: dict[tuple[Any, ...], list[ParameterStep]] = {}
     for step in steps:
         if step.p.dim() > 0 and step.p.numel() <= _sizes(step)[0]:
@@ -59,8 +59,8 @@ def _sizes(step: ParameterStep) -> tuple[int, int, int]:
 
 
 def _of_good_size(steps: list[ParameterStep]) -> Iterator[list[ParameterStep]]:
-    """Yield lists of steps that are joined, with a limited number of elements each. On the CPU,
-    joined steps have the same κ²; on a device they may differ, so that few kernels serve all.
+    """Yield lists of steps to join, each with a limited number of elements. On the CPU, joined
+    steps have the same κ². On a device κ² may differ, so that few kernels serve all steps.
     """
     most, elements = _sizes(steps[0])[1], 0
     together: list[ParameterStep] = []
@@ -74,8 +74,8 @@ def _of_good_size(steps: list[ParameterStep]) -> Iterator[list[ParameterStep]]:
 
 
 def slices(step: ParameterStep) -> Iterator[ParameterStep]:
-    """Yield the slices of a step; the whole step if it is small, or if its tensors have different
-    strides.
+    """Yield the slices of a step; yield the step itself if it is small, or if its tensors have
+    different strides.
     """
     m, names, n, large = step.measured, _names(step), step.p.numel(), _sizes(step)[2]
     tensors = [step.x, step.grad, m.total, m.square, *(step[name] for name in names)]
@@ -114,9 +114,9 @@ def _cut(step: ParameterStep, span: slice, names: list[str]) -> ParameterStep:
 
 
 def _kind(step: ParameterStep) -> tuple[Any, ...]:
-    """Return the key that is equal for parameters that can be joined."""
+    """Return a key. Parameters with equal keys can be joined."""
     m, state = step.measured, step.state
-    # numbers of the base: its count of steps, and NAdam's product of momenta
+    # numbers in the base's state: its count of steps, and NAdam's product of momenta
     numbers = tuple(
         step.t if key == "step" else float(value)
         for key, value in state.items()
@@ -164,7 +164,7 @@ def _joined_kappa2(steps: list[ParameterStep]) -> Tensor | float:
         return first
     like = steps[0].measured.square
     numbers = [0.0 if isinstance(step.kappa2, Tensor) else step.kappa2 for step in steps]
-    # in one transfer, without waiting
+    # one transfer for all numbers, without waiting
     there = torch.tensor(numbers, dtype=like.dtype, device="cpu").to(like.device, non_blocking=True)
     each = [
         step.kappa2.reshape(-1)
@@ -176,7 +176,7 @@ def _joined_kappa2(steps: list[ParameterStep]) -> Tensor | float:
 
 
 def _distribute(joined: ParameterStep, steps: list[ParameterStep]) -> None:
-    """Set λ of the steps, and copy our joined statistics back to their states."""
+    """Set λ of the steps, and copy the joined statistics back to their states."""
     sizes = [step.p.numel() for step in steps]
     for step, lam in zip(steps, joined.lam.split(sizes), strict=True):
         step.lam = lam.view(step.p.shape)
@@ -187,8 +187,8 @@ def _distribute(joined: ParameterStep, steps: list[ParameterStep]) -> None:
             continue  # it is the same memory
         shaped = [t.view(p.shape) for t, p in zip(block.split(sizes), here, strict=True)]
         if block.is_cpu or any(is_sharded(step.state[name]) for step in steps):
-            if name not in joined.increment.reads:  # these belong to the base, and were only read
+            if name not in joined.increment.reads:  # those entries are the base's: only read
                 _torch.foreach_copy(here, shaped)
-        else:  # from now on they are adjacent in memory, and need not be joined again
+        else:  # from now on the entries are adjacent in memory, and need not be joined again
             for step, t in zip(steps, shaped, strict=True):
                 step.state[name] = t.data

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @functools.cache
 def needed(sums: tuple[str, ...], calibrate: bool) -> dict[str, None]:
-    """Return the names of all statistics of an increment with these sums."""
+    """Return the names of all statistics that an increment with these sums needs, as keys."""
     return dict.fromkeys((*sums, *HISTORY, STEPS, *(CALIBRATION if calibrate else ())))
 
 
@@ -41,7 +41,7 @@ def prepare(optimizer: Optimizer, step: ParameterStep) -> None:
         dtype = narrow(state, dtype)
     missing = [key for key in needed(sums, group["calibrate"]) if key not in state]
     if STEPS in state and not set(sums).isdisjoint(missing):
-        state[STEPS].zero_()  # an option was switched on: its sums start now
+        state[STEPS].zero_()  # an option was switched on after the first step: its sums start now
     scope = SCOPES[group["per"]]
     for key in missing:
         if key == COUNT and _may_share_count(step):
@@ -55,12 +55,12 @@ def prepare(optimizer: Optimizer, step: ParameterStep) -> None:
         else:
             state[key] = torch.zeros((), dtype=dtype, device=p.device)
     if wide and step.regularized and m is not None and m.square.dtype != torch.float64:
-        # the state was in float64 until now, and this step stays in float64
+        # the state was in float64 until now: take this step in float64, too
         step.moments = replace(m, total=m.total.double(), square=m.square.double())
         step.grad = step.grad.double()
 
 
 def _may_share_count(step: ParameterStep) -> bool:
-    """Return whether all elements may share one count, until one of them has a step without a ρ."""
+    """Return whether all elements may share one count, as long as each has a ρ in every step."""
     kernel, kernels = step.increment.kernel, BACKENDS[step.parameter.device.type]
     return step.native and kernels is native and kernel is not None and kernel.can_repeat

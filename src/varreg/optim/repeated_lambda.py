@@ -1,7 +1,7 @@
-"""λ of the last step, computed again from the state, if the step did not store it.
+"""Compute λ of the last step again from the state, if the step did not store it.
 
-Native code can do that if increment and variance depend on the state alone, and every element had a
-ρ. So λ takes memory only when it is read.
+Native code can do that if increment and variance depend only on the state, and every element had a
+ρ in this step. So λ takes memory only when it is read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ class RepeatedLambda(NamedTuple):
     task: Task
     """The task of the native step: its numbers, and pointers to the tensors."""
     state: tuple[Tensor, ...]
-    """The tensors, held so that the pointers stay valid; history and count are the last two."""
+    """The tensors: they must stay alive while the task points to them. The last two are history and
+    count.
+    """
 
     def tensor(self) -> Tensor:
         """Return λ, in new memory."""

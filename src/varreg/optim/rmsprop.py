@@ -14,7 +14,7 @@ from varreg.optim.step import ParameterStep
 
 
 def _rmsprop(step: ParameterStep) -> tuple[Tensor, Tensor]:
-    """Return δ̄ = ḡ/(p₂ + eps) and its variance; with momentum b ← μb + δ̄ and its."""
+    """Return δ̄ = ḡ/(p₂ + eps) and its variance; with momentum, b ← μb + δ̄ and that of b."""
     group, g, s2 = step.group, step.g, step.s2
     alpha, direct = group["alpha"], group["variance"] == "direct"
     gs2, ggs2 = increments.weighted(g, s2, direct)
@@ -23,7 +23,7 @@ def _rmsprop(step: ParameterStep) -> tuple[Tensor, Tensor]:
     if group["centered"]:
         mean = step["grad_avg"].to(s2.dtype)
         squares = torch.addcmul(squares, mean, mean, value=-1)
-        if direct:  # Σb²(g − ḡ)²σ² = Σb²g²σ² − 2ḡ·Σb²gσ² + ḡ²·Σb²σ², with the average ḡ of now
+        if direct:  # Σb²(g − ḡ)²σ² = Σb²g²σ² − 2ḡ·Σb²gσ² + ḡ²·Σb²σ², with the present average ḡ
             V1 = increments.accumulate_denominator(step["vr_denominator_1"], gs2, alpha)
             V0 = increments.accumulate_denominator(step["vr_denominator_0"], s2, alpha)
             V = torch.addcmul(V, mean, V1, value=-2).addcmul_(mean.square(), V0).clamp_(min=0)
@@ -45,9 +45,9 @@ class VRRMSprop(Regularized, torch.optim.RMSprop):
 
         Var(ḡ/D) ≈ (1/D²) [σ² − 2|δ̄|(1−α)σ² + δ̄²V],  V ← α²V + (1−α)²σ²,  D = p₂ + eps
 
-    `variance="direct"` weights with g/p₂ and its square. `centered`: p₂² = EMA(ḡ²) − EMA(ḡ)², where
-    direct weights are (g_τ − EMA(ḡ))/p₂. With `momentum`, b ← μb + δ̄ has Var(b) ← μ²Var(b) +
-    Var(δ̄): the covariance between the denominators of different steps is neglected.
+    `variance="direct"` weights σ² with g/p₂ and its square. With `centered`, p₂² = EMA(ḡ²) −
+    EMA(ḡ)², and the direct weights are (g_τ − EMA(ḡ))/p₂. With `momentum`, b ← μb + δ̄ has Var(b) ←
+    μ²Var(b) + Var(δ̄): the covariance between the denominators of different steps is neglected.
 
     The arguments are those of `torch.optim.RMSprop`, then the keyword-only ones of `VRAdam`.
     """

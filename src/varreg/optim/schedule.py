@@ -1,5 +1,5 @@
-"""Schedulers of the impact factor s, which the paper suggests in its conclusion, in the style of
-`torch.optim.lr_scheduler`.
+"""Schedulers of the impact factor s, in the style of `torch.optim.lr_scheduler`. The paper suggests
+them in its conclusion.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from varreg.errors import VarregError
 
 
 class SScheduler:
-    """A schedule of s: each param group's s is `initial_s`·factor(t), t counting the calls of
-    `step()`. Abstract: subclasses have `factor`.
+    """A schedule of s: each param group's s is `initial_s`·factor(t), where t counts the calls of
+    `step()`. Abstract: subclasses define `factor`.
 
     The paper expects that noise helps to leave local minima late in training, and suggests a
     smaller s then. Call `step()` as often as you count t: once an epoch, or once a batch.
@@ -65,12 +65,12 @@ class SScheduler:
         return [group["s"] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state without the optimizer and without functions, which are not saved."""
+        """Return the state, without the optimizer and without functions."""
         return {k: v for k, v in self.__dict__.items() if k != "optimizer" and not callable(v)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of `state_dict`. Load the optimizer's state, too, which has s itself, as
-        for learning-rate schedulers.
+        """Load the result of `state_dict`. As for learning-rate schedulers, load the optimizer's
+        state, too: s itself is there.
         """
         self.__dict__.update(state_dict)
 

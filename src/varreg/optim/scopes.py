@@ -66,15 +66,15 @@ class PerTensor(Element):
 class PerModel(PerTensor):
     """One λ for all parameters, from one ρ and one history.
 
-    The state of each parameter has a copy of the history, since a state dict has entries of
-    parameters only.
+    The state of each parameter has a copy of the history, since a state dict can only store entries
+    of parameters.
     """
 
     def begin_history(
         self, optimizer: Optimizer, key: str, p: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        """Return a copy of the history of the other parameters, since a parameter may be added
-        late.
+        """Return a copy of the other parameters' history, for a parameter that is added during
+        training.
         """
         history = super().begin_history(optimizer, key, p, dtype)
         others = (state[key] for state in _states(optimizer) if key in state)

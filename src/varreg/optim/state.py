@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 COUNT = "vr_count"
-"""The number of ρ in the history of each element; a single number if it is the same for all
-elements.
+"""The key of the number of ρ in the history of each element; a single number if all elements have
+the same.
 """
 HISTORY = ("vr_history", COUNT)
 STEPS = "vr_steps"
@@ -41,7 +41,7 @@ def narrow(state: dict[str, Any], dtype: torch.dtype) -> torch.dtype:
     ours = statistics(state)
     wide = [local(v) for v in ours.values() if v.dtype == torch.float64 != dtype]
     sizes = [float(value.abs().max()) for value in wide if value.numel()]
-    # inf is inf in any precision
+    # an infinite value needs no wider range
     if any(0 < size < STATISTICS[0] or STATISTICS[1] < size < math.inf for size in sizes):
         dtype = torch.float64
     state.update({key: value.to(dtype) for key, value in ours.items()})

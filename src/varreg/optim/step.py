@@ -1,10 +1,9 @@
-"""The rest of a step, after the base's: each parameter moves to x + λ·(x' − x).
+"""Finish a step after the base's own step: move each parameter to x + λ·(x' − x).
 
-There are two implementations.
-
-`torch_step` is the definition, in PyTorch, for all options; `native_step` is one pass over memory
-for the usual ones, with the same numbers to rounding. `choose_native` says which of them
-takes a parameter.
+There are two implementations. `torch_step` is the definition: it is written in PyTorch and knows
+all options. `native_step` calls kernels that need one pass over memory. It knows the usual options
+and gives the same numbers up to rounding. `choose_native` decides which of the two moves a
+parameter.
 """
 
 from __future__ import annotations
@@ -43,50 +42,50 @@ _KIND = attrgetter("parameter.dtype", "parameter.device")
 
 @dataclass(slots=True)
 class ParameterStep:
-    """The step of one parameter with a gradient, in a group with s > 0; or of some of its elements,
-    or of several small parameters (parts.py).
+    """The step of one parameter that has a gradient and is in a group with s > 0. In parts.py it
+    may also be the step of some elements of a parameter, or of several small parameters.
     """
 
     parameter: Tensor
-    """As the optimizer has it."""
+    """The parameter in the optimizer's param group."""
     group: dict[str, Any]
     increment: Increment
     ledger: Ledger | None
     moments: Moments | None
-    """What was measured; None if nothing was."""
+    """The measured moments; None if nothing was measured."""
     state: dict[str, Any]
     grad: Tensor
-    """Its gradient as the base sees it; where the base may change it, a copy."""
+    """The gradient as the base sees it; a copy if the base may change the gradient."""
     native: bool = False
     """Whether native code takes the step."""
     products: Sequence[float] | None = None
-    """S·S, g·S, g·g and ΣW, over all shards, if they are known."""
+    """S·S, g·S, g·g and ΣW, summed over all shards; None if they are not known."""
     base_steps: float | None = None
-    """The base's number of steps, this one included, if a device counts them."""
+    """The base's number of steps, including this one, if the base counts them on a device."""
     regularized: bool = False
-    """Whether λ scales this step: else it is the base's own."""
+    """Whether λ scales this step. If not, the base's own step stays as it is."""
     kappa2: Tensor | float = 1.0
     """κ²: the variance of the gradient that the base sees is κ²v²."""
     p: Tensor = None  # type: ignore[assignment]
-    """What of the parameter is in this process: all of it, or a shard."""
+    """The elements of the parameter that this process holds: all of them, or a shard."""
     x: Tensor = None  # type: ignore[assignment]
-    """Where it was before the step. Native code finds that by itself."""
+    """A copy of `p` from before the step. Native code does not need it."""
     first: bool = True
-    """Whether the sums of the increment's variance are new, and 0."""
+    """Whether the sums for the increment's variance are new, and therefore 0."""
     g: Tensor = None  # type: ignore[assignment]
     """The gradient as the base uses it, with its sign and coupled weight decay."""
     s2: Tensor = None  # type: ignore[assignment]
     """σ², the variance of `g`."""
     lam: Tensor = None  # type: ignore[assignment]
-    """λ, when it is known."""
+    """λ, as soon as it is computed."""
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return what the state has under that name; of a sharded parameter, what is here of it."""
+        """Return the state's entry of that name; for a sharded parameter, this process's shard."""
         return local(self.state[name])
 
     @property
     def t(self) -> float:
-        """Return the base's number of steps, this one included."""
+        """Return the base's number of steps, including this one."""
         return float(self.state["step"]) if self.base_steps is None else self.base_steps
 
     @property
@@ -96,9 +95,9 @@ class ParameterStep:
         return self.moments
 
     def increment_and_variance(self) -> tuple[Tensor, Tensor]:
-        """Return δ̄ and its variance, and bring the sums that the variance needs up to date."""
+        """Return δ̄ and its variance, and update the sums that the variance needs."""
         m, group = self.measured, self.group
-        # S and W are those of the gradient itself, whatever the reduction of the loss
+        # without the loss's reduction: the increment needs the variance of the gradient S itself
         m = Moments(m.count, m.groups, m.total, m.square)
         self.s2 = m.variance_into(scratch("variance", m.total.shape, m.total))
         if isinstance(self.kappa2, Tensor) or self.kappa2 != 1:
@@ -110,7 +109,7 @@ class ParameterStep:
 
 
 def choose_native(optimizer: Regularized, steps: list[ParameterStep]) -> None:
-    """Give to native code the steps whose options it knows and whose tensors it can work on."""
+    """Set `native` of each step: whether native code knows its options and can use its tensors."""
     known: dict[int, bool] = {}  # by group: True if native code knows its options
     for step in steps if optimizer._replace_lambda is None else ():
         m, state, group, increment = step.moments, step.state, step.group, step.increment
@@ -125,7 +124,7 @@ def choose_native(optimizer: Regularized, steps: list[ParameterStep]) -> None:
             count = state.get(COUNT)
             if count is not None and not count.dim():
                 needs = needs[:-1]  # one count for all elements
-            # what the state has not yet will be like the parameter
+            # entries that the state does not have yet will be created like the parameter
             present = map(state.__getitem__, filter(state.__contains__, needs))
             kernels = BACKENDS[step.parameter.device.type]
             step.native = kernels.serves(step.parameter, step.grad, m.total, m.square, *present)
@@ -134,10 +133,10 @@ def choose_native(optimizer: Regularized, steps: list[ParameterStep]) -> None:
 def take_steps(
     optimizer: Regularized, steps: list[ParameterStep]
 ) -> dict[Tensor, Tensor | RepeatedLambda]:
-    """Scale the change that the base made to each parameter by λ; return λ by parameter, or what it
-    can be had of.
+    """Scale the change that the base made to each parameter by λ. Return λ of each parameter, or a
+    `RepeatedLambda`, which computes λ when it is read.
     """
-    for step in steps:  # also where the step is the base's: distributed checkpoints ask for all
+    for step in steps:  # all steps, since distributed checkpoints need the state of all parameters
         m, count = step.moments, step.state.get(STEPS)
         names = needed(step.increment.sums, step.group["calibrate"])
         ready = m is not None and count is not None and count.dtype == m.square.dtype
@@ -154,7 +153,7 @@ def take_steps(
 
 
 def torch_step(optimizer: Regularized, steps: list[ParameterStep]) -> None:
-    """Set λ of each step and go to x + λ·(x' − x), by PyTorch."""
+    """Set λ of each step, and move each parameter to x + λ·(x' − x), by PyTorch."""
     for step in steps:
         expand_count(step.state)
         step.first = float(step.state[STEPS].add_(1)) == 1
@@ -177,7 +176,9 @@ def torch_step(optimizer: Regularized, steps: list[ParameterStep]) -> None:
 
 
 def _move(steps: list[ParameterStep], scales_decay: bool) -> None:
-    """Go to x + λ·(x' − x). Decoupled weight decay is no part of an increment: it moves x first."""
+    """Set each parameter to x + λ·(x' − x). Decoupled weight decay is not part of the increment, so
+    it is applied to x before.
+    """
     by_group: dict[tuple[int, torch.dtype, torch.device], list[ParameterStep]] = {}
     for step in steps:
         key = id(step.group), step.lam.dtype, step.p.device
@@ -188,7 +189,7 @@ def _move(steps: list[ParameterStep], scales_decay: bool) -> None:
         if group.get("decoupled_weight_decay") and not scales_decay:
             _torch.foreach_mul_into(x, 1 - float(group["lr"]) * float(group["weight_decay"]))
         x = [t.to(dtype) for t in x]
-        # one λ for a tensor has no shape of its own
+        # a single λ for a tensor is a scalar
         lams = [step.lam.expand(step.p.shape) for step in alike]
         _torch.foreach_lerp_into(x, [p.to(dtype) for p in there], lams)
         _torch.foreach_copy(there, x)
@@ -200,11 +201,12 @@ def native_step(
     lambdas: dict[Tensor, Tensor | RepeatedLambda],
     whole: bool = False,
 ) -> None:
-    """Do the same by native code, for all parameters of one precision and device in one call; write
-    to `lambdas` what λ of each parameter can be had of.
+    """Do the same by native code, in one call for all parameters of one precision and device. Write
+    λ of each parameter to `lambdas`, or a `RepeatedLambda`.
 
-    A `whole` step has the base's in it, which was not taken yet. It is not taken, and `lambdas` has
-    no entry, where a gradient is neither what was measured nor a multiple of it.
+    With `whole`, native code takes the base's step, too. It skips a parameter whose gradient is
+    neither the measured one nor a multiple of it: the parameter does not change, and `lambdas` gets
+    no entry for it.
     """
     for (dtype, device), consecutive in groupby(steps, _KIND):
         alike = list(consecutive)
@@ -240,7 +242,7 @@ def native_step(
             if count.device == device:
                 task.steps = count.data_ptr()
             else:
-                count.add_(1)  # a device's kernel does not reach it
+                count.add_(1)  # it is on the CPU, where a device's kernel cannot count
             kernel.fill(task, group, state, is_first)
             if whole:
                 assert step.ledger is not None
@@ -251,7 +253,7 @@ def native_step(
                 task.recent, task.spent, task.times = (state[k].data_ptr() for k in CALIBRATION)
             elif is_shared:
                 continue
-            lam = optimizer._lambdas.get(p)  # the last step's: its memory is used again
+            lam = optimizer._lambdas.get(p)  # reuse the memory of the last step's λ
             if not (isinstance(lam, Tensor) and lam.shape == p.shape and lam.dtype == dtype):
                 lam = torch.empty_like(p)
             step.lam = lam = lam if lam.is_contiguous() else torch.empty_like(p)
@@ -274,7 +276,7 @@ def native_step(
 
 
 def _template(m: Moments, group: dict[str, Any], kind: int) -> Task:
-    """Return a task with what all parameters of a group have in common."""
+    """Return a task with the fields that all parameters of a group have in common."""
     options = kernel_task(*KERNEL_OPTIONS(group))
     assert options is not None
     task = Task.from_buffer_copy(options)

@@ -1,4 +1,6 @@
-"""Warnings, each shown once: λ cannot be computed, or an option is not known."""
+"""Warnings of a step, each shown once: λ cannot be computed or stays large, or an option is not
+known.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ class Notice(Enum):
 
 
 def warn_missing(optimizer: Optimizer, parameters: list[Tensor], warned: set[Any]) -> None:
-    """Warn once of all parameters that have a gradient and no variance. Leave out those that an
-    earlier warning named, and those whose gradient is 0.
+    """Warn once of all parameters that have a gradient but no variance. Leave out parameters that
+    an earlier warning named, and parameters whose gradient is 0.
     """
     new = [
         p
@@ -60,8 +62,8 @@ def warn_missing(optimizer: Optimizer, parameters: list[Tensor], warned: set[Any
 
 
 def warn_single_samples(optimizer: Optimizer, warned: set[Any]) -> None:
-    """Warn that a batch of one sample has no variance. There is no warning at the end of an epoch,
-    where such a batch is usual: then an earlier batch has a history.
+    """Warn that a batch of one sample has no variance. Do not warn if there is a history already:
+    the last batch of an epoch often has one sample.
     """
     if Notice.SINGLE_SAMPLES not in warned and not any(
         "vr_history" in state for state in optimizer.state.values()
@@ -77,8 +79,8 @@ def warn_single_samples(optimizer: Optimizer, warned: set[Any]) -> None:
 
 def warn_overflow(optimizer: Optimizer, p: Tensor, warned: set[Any], scaled: bool) -> None:
     """Warn of squares that overflow. A GradScaler increases the loss scale until gradients
-    overflow; their squares overflow long before. `scaled` says whether there may be a GradScaler:
-    the gradient differs from the measured one.
+    overflow; their squares overflow long before. `scaled` is True if the gradient differs from the
+    measured one: then there may be a GradScaler.
     """
     if Notice.OVERFLOW not in warned:
         warned.add(Notice.OVERFLOW)
@@ -100,8 +102,8 @@ def warn_overflow(optimizer: Optimizer, p: Tensor, warned: set[Any], scaled: boo
 
 
 def watch_lambda(optimizer: Regularized, steps: list[ParameterStep]) -> None:
-    """Warn once if the effective λ was above LARGE_LAMBDA at the last LAMBDA_LOOKS looks. On a
-    device, the check does not wait: its answer comes with the numbers of a later step.
+    """Warn once if the effective λ was above LARGE_LAMBDA at the last LAMBDA_LOOKS checks. A check
+    does not wait for a device: its answer comes with the numbers of a later step.
     """
     warned, long = optimizer._warned, optimizer._large_lambda_flags
     taken = [step for step in steps if step.parameter in optimizer._lambdas]

@@ -1,4 +1,4 @@
-"""Check that moments are those of all processes, if there are several."""
+"""Check that moments cover the samples of all processes, if there are several."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from varreg.errors import MeasurementError
 from varreg.parallel.shards import is_sharded
 
 DRIFT = "parameters would drift apart"
-WRONG = "what is made of them would be of one process"
+WRONG = "the result would be that of one process"
 
 
 def check_synchronized(parameters: Iterable[Tensor], steps: bool = True) -> None:
-    """Raise a MeasurementError if there are several processes and moments are not those of all of
-    them. With `steps`, the message is for an optimizer, whose parameters would differ between
+    """Raise a MeasurementError if there are several processes and moments cover only the samples of
+    this one. With `steps`, the message is for an optimizer, whose parameters would differ between
     processes.
     """
     if torch.distributed.get_world_size() == 1:

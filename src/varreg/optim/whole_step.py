@@ -1,9 +1,10 @@
-"""The whole step in one pass over memory: torch's own step and what comes after it, by native code.
+"""The whole step in one pass over memory: native code takes torch's own step and scales it by λ.
 
-Native code repeats the arithmetic of torch's SGD, rounding by rounding. Whether it does so with
-this torch, on this processor, is tried once (`repeats_torch`). If it does not, and for other
-options and optimizers, torch takes its own step, and step.py does the rest. Adam is one of those:
-torch does not round its root to the nearest, so a run that is resumed would differ in last bits.
+Native code repeats the arithmetic of torch's SGD, rounding by rounding. `repeats_torch` tries once
+whether that is true of the installed torch on this processor. If it is not, and for other options
+and optimizers, torch takes its own step, and step.py does the rest. Adam is one of the other
+optimizers: torch does not round its square root to the nearest number, so a resumed run would
+differ in its last bits.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from varreg.optim.increments import Kernel
 _BASES = (torch.optim.SGD,)
 _TRIED = {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}
 SWITCHES = ("maximize", "nesterov", "momentum", "dampening", "weight_decay")
-"""Options of which native code has to know whether they are switched on."""
+"""Options that change the arithmetic of the step when they are switched on."""
 
 
 @contextlib.contextmanager
 def without(groups: list[dict[str, Any]], taken: Mapping[Tensor, Any]) -> Iterator[None]:
-    """Leave parameters out of the param groups within: their step is taken."""
+    """Leave out of the param groups, inside the `with` block, parameters whose step is taken."""
     before = [group["params"] for group in groups]
     try:
         for group, parameters in zip(groups, before, strict=True) if taken else ():
@@ -43,8 +44,8 @@ def without(groups: list[dict[str, Any]], taken: Mapping[Tensor, Any]) -> Iterat
 
 @functools.cache
 def repeats_torch(base: Any, kernel: Kernel, dtype: torch.dtype, *switched_on: bool) -> bool:
-    """Return whether native code takes the step of one of torch's optimizers, to the bit. Of the
-    options that `SWITCHES` names, some are switched on. A step that a user replaced is not torch's.
+    """Return whether native code takes the step of a torch optimizer, to the bit. `switched_on` has
+    a flag for each option in `SWITCHES`. Return False if a user replaced the optimizer's `step`.
     """
     own = inspect.unwrap(base.step).__module__.startswith("torch.optim.")
     if base not in _BASES or not kernel.knows_base or not own:
@@ -53,7 +54,7 @@ def repeats_torch(base: Any, kernel: Kernel, dtype: torch.dtype, *switched_on: b
     known = inspect.signature(base).parameters
     chosen = {k: on and _TRIED.get(k, True) for k, on in options.items() if k in known}
     random = torch.Generator("cpu").manual_seed(0)  # whatever the default device is
-    n = 1037  # vectors, and some elements more
+    n = 1037  # many vectors of a processor, and some elements more
     p = torch.nn.Parameter(torch.randn(n, dtype=dtype, generator=random, device="cpu"))
     optimizer = base([p], lr=0.1, **chosen)
     group = {"decoupled_weight_decay": False, **optimizer.param_groups[0]}
@@ -76,7 +77,7 @@ def _is_same(
     x: Tensor,
     after: Mapping[str, Any],
 ) -> bool:
-    """Return whether native code comes to the parameter and state of torch, from those before."""
+    """Return whether native code, from the same start, reaches torch's parameter and state."""
     assert p.grad is not None
     names = "vr_variance", "rho", "count"
     ours = {name: torch.ones_like(x) for name in names}

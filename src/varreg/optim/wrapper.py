@@ -31,8 +31,8 @@ GRADIENT = Increment(_gradient, is_linear=True)
 
 
 class VarianceRegularized(Regularized):
-    """Wraps a torch optimizer, and scales the change that it makes to each parameter by λ, from ρ =
-    v²/ḡ² of the gradient itself.
+    """Wraps a torch optimizer, and scales the change that it makes to each parameter by λ. λ
+    follows from ρ = v²/ḡ² of the gradient itself.
 
     Use it for an optimizer without a regularized version of its own (`VRSGD`, `VRAdam`, …). The
     whole change is scaled, including decoupled weight decay. Averages that the base keeps of its

@@ -1,4 +1,4 @@
-"""Several processes: the moments of parameters whose batch they share, under DDP and `fully_shard`.
+"""Moments over several processes that share a batch, under DDP and `fully_shard`.
 
 The core calls this package in one place only: `engine/processes.py` calls `attach`.
 """
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def attach(observer: Observer) -> None:
-    """Make an observer measure over all processes. It is called when a model is observed, and at
-    the begin of each forward: the model may have been wrapped in DDP or sharded since.
+    """Make an observer measure over all processes. It is called when a model is observed, and again
+    at the start of each forward: the model may have been wrapped in DDP or sharded since.
     """
     from varreg.parallel import ddp
     from varreg.parallel.shared_ledger import SharedLedger, share
@@ -31,7 +31,7 @@ def attach(observer: Observer) -> None:
         for _, ledger in observer.parameters:
             share(ledger)
     ddp.attach(observer)
-    # if it is not imported, nothing is sharded; importing it takes a while
+    # if FSDP is not imported, nothing is sharded; do not import it here, since that takes a while
     if "torch.distributed.fsdp" in sys.modules:
         from varreg.parallel import fsdp
 

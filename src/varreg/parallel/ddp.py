@@ -1,15 +1,15 @@
-"""Moments of the global batch over many processes under DistributedDataParallel: reduce Σc² beside
-the gradients, at the cost of one more number per gradient element and step.
+"""Moments of the global batch under DistributedDataParallel: Σc² is reduced together with the
+gradients. This costs one more number per gradient element and step.
 
-Sample i's contribution c_i to a gradient adds up to p.grad over samples, micro-batches and ranks
-alike. DistributedDataParallel averages gradients over W ranks, so that a sample contributes c_i/W
-to the average. So
+p.grad is the sum of the contributions c_i over samples, micro-batches and ranks.
+DistributedDataParallel averages gradients over R ranks, so that a sample contributes c_i/R to the
+average. So
 
-    S = the averaged gradient,   Σc² = (1/W²) Σ_ranks Σc²,   m = Σ_ranks m
+    S = the averaged gradient,   Σc² = (1/R²) Σ_ranks Σc²,   m = Σ_ranks m
 
-and only Σc² has to be reduced: beside each of DDP's own buckets, when that bucket becomes ready, so
-that it overlaps with the backward pass. A communication hook does it, so `no_sync`, unused
-parameters and `join` work as in DDP. A rank that has joined sends zeros.
+and only Σc² and m have to be reduced. A communication hook reduces them for each of DDP's buckets,
+when the bucket is ready, so that the reduction overlaps with the backward pass. Since it is a hook,
+`no_sync`, unused parameters and `join` work as in DDP. A rank that has joined sends zeros.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def register_comm_hook(ddp: DistributedDataParallel, state: Any, hook: Hook) -> 
 
 
 def reduction_of(ddp: DistributedDataParallel) -> Reduction:
-    """Return the `Reduction` of a DDP model. The first call makes and registers it: DDP accepts one
-    hook, which cannot be removed.
+    """Return the `Reduction` of a DDP model. The first call creates and registers it. DDP accepts
+    only one hook, which cannot be removed.
     """
     if ddp not in _REDUCTIONS:
         if ddp._use_python_reducer:
@@ -118,7 +118,7 @@ class Reduction:
         self.takes_part = False
 
     def refresh(self, *_: Any) -> None:
-        """Decide at the begin of a forward whether moments are reduced, and at no other time: all
+        """Decide whether moments are reduced. This is decided only at the start of a forward: all
         ranks must agree, and a rank that has joined runs no forward.
         """
         self.takes_part = bool(self.observers)
@@ -154,8 +154,9 @@ class Reduction:
 
 
 def _reduce(reduction: Reduction, bucket: GradBucket) -> Future[Tensor]:
-    """Reduce the gradients of a bucket, and beside them [Σc² of every parameter, (m, groups, is it
-    partial?) of every parameter, has this rank not joined?].
+    """Reduce the gradients of a bucket. Reduce at the same time one tensor with Σc² of all
+    parameters; then, for each parameter, m, the number of groups, and whether its sums are partial;
+    and last, a 1 from each rank that has not joined.
     """
     if not reduction.takes_part:
         return reduction.inner(bucket)
@@ -188,7 +189,7 @@ def _reduce(reduction: Reduction, bucket: GradBucket) -> Future[Tensor]:
     moments = dist.all_reduce(sums, group=reduction.group, async_op=True).get_future()
 
     def done(both: Future[list[Future[Any]]]) -> Tensor:
-        both.value()  # raises the error of this reduction, also if the other one has not failed yet
+        both.value()  # raises the error of either reduction
         averaged: Tensor = gradients.value()
         ranks: Any = at_work[0] if by_those_left else world
         if by_those_left:
@@ -207,8 +208,8 @@ _reduce.__annotations__.clear()  # DDP expects types there, not strings
 
 
 def _views(flat: Tensor, parameters: Iterable[Tensor]) -> Iterable[Tensor]:
-    """Yield each parameter's part of a bucket, which DDP lays out in the parameter's own strides
-    (channels last, say).
+    """Yield each parameter's part of a bucket. DDP lays it out with the parameter's own strides,
+    for example channels last.
     """
     offset = 0
     for p in parameters:
@@ -222,8 +223,8 @@ def _views(flat: Tensor, parameters: Iterable[Tensor]) -> Iterable[Tensor]:
 
 
 def attach(observer: Observer) -> None:
-    """Make DDP reduce the squares of an observed model, if the model is a DDP model or inside of
-    one.
+    """Make DDP reduce the squares of an observed model, if the model is a DDP model, contains one,
+    or is inside one.
     """
     inside = DistributedDataParallel._get_active_ddp_module()
     models = [m for m in observer.model.modules() if isinstance(m, DistributedDataParallel)]

@@ -1,8 +1,8 @@
-"""Moments of parameters that `fully_shard` (FSDP2) has sharded: Σc² is reduced beside FSDP's own
-reduction, and sharded as gradients are.
+"""Moments of parameters that `fully_shard` (FSDP2) has sharded: Σc² is reduced when FSDP reduces
+gradients, and sharded as gradients are.
 
-Gradients are averaged over ranks, as in `ddp.py`, but each rank needs the sums of its own shard
-only: `_cut` cuts W as FSDP cuts gradients.
+Gradients are averaged over ranks, as in `ddp.py`, but each rank needs only the sums of its own
+shard: `_cut` cuts W as FSDP cuts gradients.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class _SquareReduction:
-    """Reduces Σc² of a group of sharded parameters when FSDP reduces their gradients: each rank
-    keeps the part that its shard needs.
+    """Reduces Σc² of a group of sharded parameters when FSDP reduces their gradients. Each rank
+    keeps the part for its shard.
 
-    A parameter's Σc² is cut into one piece per rank, as FSDP cuts gradients, with the counts behind
-    each piece: one reduce-scatter for all.
+    Each parameter's Σc² is cut into one piece per rank, as FSDP cuts gradients. The counts follow
+    after the pieces, so that one reduce-scatter is enough.
     """
 
     def __init__(self, group: Any, inner: Any):
@@ -91,8 +91,8 @@ class _SquareReduction:
 
 
 def _row(numbers: list[Tensor | float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers as a row on the device. Some of them are already there, and are not waited
-    for.
+    """Return numbers as a row on the device. Some of them are tensors on the device already; they
+    are copied without waiting.
     """
     known = [0.0 if isinstance(x, Tensor) else float(x) for x in numbers]
     row = torch.tensor([known], dtype=dtype, device="cpu").to(device, non_blocking=True)
@@ -123,7 +123,7 @@ def _param_groups(model: nn.Module) -> list[Any]:
 
 
 def _pairs(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Return each gathered parameter with the sharded parameter that it stands for."""
+    """Return each gathered parameter with the sharded parameter from which it was gathered."""
     params = [f for group in _param_groups(model) for f in group.fsdp_params]
     return [(f._unsharded_param, f.sharded_param) for f in params if hasattr(f, "_unsharded_param")]
 
@@ -160,5 +160,5 @@ def attach(observer: Observer) -> None:
     if groups:
         observer.parameters.follow_shards(_pairs)
         for shard, ledger in observer.parameters:
-            # known before the first backward: a trial of the forward must not run on shards
+            # set this before the first backward, since a trial of the forward must not use shards
             ledger.is_sharded = is_sharded(shard) and observer.grouping.world > 1

@@ -23,8 +23,8 @@ def local(t: Tensor) -> Tensor:
 
 
 def like(part: Tensor, p: Any) -> Tensor:
-    """Return the sharded tensor that has `part` on this rank, sharded as `p` is; `part` itself for
-    a plain `p` or a scalar.
+    """Return a tensor that is sharded as `p` is, with `part` as this rank's shard. Return `part`
+    itself if `p` is not sharded or `part` is a scalar.
     """
     if not is_sharded(p) or part.dim() == 0:
         return part
@@ -36,12 +36,12 @@ def like(part: Tensor, p: Any) -> Tensor:
 
 
 def total(t: Tensor, of: Any) -> Tensor:
-    """Return the sum of `t` over the ranks that share `of`, computed in place."""
+    """Add up `t` in place over the ranks that share the tensor `of`, and return it."""
     if is_sharded(of):
         torch.distributed.all_reduce(t, group=of.device_mesh.get_group())
     return t
 
 
 def number(t: Any) -> float:
-    """Return a sum over all ranks, as a number."""
+    """Return a scalar as a number; a sharded one is the sum over all ranks."""
     return float(t.full_tensor() if is_sharded(t) else t)

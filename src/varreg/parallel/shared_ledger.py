@@ -1,8 +1,8 @@
 """The ledger of a parameter whose batch is shared by several processes (ranks).
 
 Each rank adds up the contributions of its own samples. When DDP or FSDP reduces gradients, the sums
-W of all ranks are reduced beside them and merged. From then on, `merged` has the sums of all ranks,
-and `count`, `groups` and `square` are this rank's own sums since the reduction. `total` is the
+W of all ranks are reduced, too, and merged. From then on, `merged` has the sums of all ranks, and
+`count`, `groups` and `square` are this rank's own sums since the reduction. `total` is the
 gradient, which all ranks share.
 """
 
@@ -68,7 +68,7 @@ class SharedLedger(Ledger):
 
     merged: Merged | None = None
     is_sharded = False
-    """True: each rank has a part of the parameter; `merged` and `total` are of this rank's part."""
+    """True: each rank has a shard of the parameter. `merged` and `total` are those of the shard."""
     awaits_gradient = False
     """True: `total` will be set to p.grad at the end of the window."""
 
@@ -93,18 +93,19 @@ class SharedLedger(Ledger):
 
     def restart_if_cleared(self, p: Tensor, zero: bool | None = None) -> bool:
         """Restart the sums if the gradient was cleared. FSDP keeps gradients that are not reduced
-        yet outside of p.grad. So for a sharded parameter only None means cleared here; zeros in all
-        shards are found at the next reduction.
+        yet outside of p.grad. So for a sharded parameter, only None means cleared here; zeros in
+        all shards are found at the next reduction. Return whether the ledger cannot decide, as in
+        `Ledger`.
         """
         grad = p.grad
         is_due = not self.is_checked or grad is None
         if not (is_due or grad is None or self.total is None or self.in_window):
-            # Checked at the begin of the forward. DDP may have moved the gradient since, so a write
-            # is no evidence; zeros are, if the sum is not zero.
+            # This was checked at the start of the forward. DDP may have moved the gradient since,
+            # so a write does not show that it was cleared; zeros do, if the sum is not zero.
             empty = is_zero(local(grad)) if zero is None else zero
             is_due = empty and not is_zero(local(self.total))
         if is_due and not self.in_window:
-            mesh = getattr(p, "device_mesh", None)  # of a sharded one
+            mesh = getattr(p, "device_mesh", None)  # only sharded parameters have one
             self.is_sharded = mesh is not None and is_sharded(p) and mesh.size() > 1
             if self.is_sharded:
                 if grad is None and not self.count:
@@ -134,8 +135,8 @@ class SharedLedger(Ledger):
             self.total = shard
 
     def close(self, p: Tensor) -> None:
-        """Set the total to p.grad: a sharded gradient exists when the window ends, not yet when the
-        sums are merged.
+        """Set the total to p.grad. A sharded gradient does not exist yet when the sums are merged,
+        but only when the window ends.
         """
         if self.awaits_gradient and p.grad is not None:
             square = self.unread[-1][1] if self.unread else None
@@ -160,8 +161,8 @@ class SharedLedger(Ledger):
     def local_sums(self, p: Tensor, partition: Partition | None) -> LocalSums:
         """Return the sums to reduce over all ranks.
 
-        If the parameter had no use in the open window, `partition` is that of the batch, whose
-        samples still count.
+        If the parameter had no use in the open window, `partition` is the batch's partition: its
+        samples count nevertheless.
         """
         self.add_pending(p)
         self.restart_if_cleared(p)
@@ -171,8 +172,9 @@ class SharedLedger(Ledger):
         return LocalSums(self.count, self.groups, self.square, not self.is_complete)
 
     def gradient_signs(self, p: Tensor) -> tuple[Tensor | bool, Tensor | bool]:
-        """Return two flags of a sharded parameter, before gradients are reduced: this rank's part
-        of the gradient is not zero now; and it was not zero before, or was written to since.
+        """Return two flags of a sharded parameter, before gradients are reduced. The first: this
+        rank's shard of the gradient is not zero now. The second: it was not zero at the last
+        reduction, or was written to since.
         """
         now = False if p.grad is None else local(p.grad).any()
         if not self.is_merged:
@@ -182,12 +184,12 @@ class SharedLedger(Ledger):
         return now, False if self.total is None else self.total.any()
 
     def merge(self, numbers: Tensor, square: Tensor, total: Tensor | None) -> None:
-        """Add the sums of all ranks since the last reduction, and set the gradient that they now
-        share.
+        """Add the sums of all ranks since the last reduction, and set `total`, the gradient that
+        they now share.
 
-        `numbers` are m, K, and how many ranks have more in p.grad than they measured; for a sharded
-        parameter also the two signs of its gradient. They are read when they are needed, since
-        reading them now would wait for the other ranks.
+        `numbers` are m, K, and the number of ranks that have more in p.grad than they measured; for
+        a sharded parameter also the two flags of `gradient_signs`. They are read only when they are
+        needed, since reading them now would wait for the other ranks.
         """
         self.unread.append((numbers, square))
         self.total = total
@@ -198,7 +200,7 @@ class SharedLedger(Ledger):
         for (_, square), row in zip(self.unread, rows, strict=True):
             count, groups, partial, *signs = map(round, row)
             if signs and signs[1] and not signs[0]:
-                # now zero, and before not zero or written to: it was cleared
+                # the gradient is zero now, and was not before or was written to: it was cleared
                 self.merged = None
             if self.merged is not None:
                 count += self.merged.count
@@ -218,11 +220,11 @@ class SharedLedger(Ledger):
         return not (self.is_merged or self.awaits_gradient or is_zero(local(p.grad)))
 
     def read(self, p: Tensor, stepping: bool = False) -> Moments | None:
-        """Return the moments; those of this rank's part if `p` is sharded."""
+        """Return the moments; for a sharded parameter, those of this rank's shard."""
         deferred.take_numbers([self])
         if self.merged is None:
-            # without a reduction, the sums of a sharded parameter are of the whole tensor, and of
-            # this rank's samples only
+            # before a reduction, the sums of a sharded parameter have the shape of the whole
+            # tensor, and cover only this rank's samples
             return None if self.is_sharded else super().read(p, stepping)
         if p.grad is None or (self.is_sharded and self.count):
             return None
@@ -248,6 +250,6 @@ def share(ledger: Ledger) -> None:
         ledger.__class__ = SharedLedger
         ledger.unread = []
         before, ledger.gradient = ledger.gradient, ShardWatch()
-        if before.trace is not None:  # of a plain tensor, which is its own part
+        if before.trace is not None:  # of a plain tensor, which is its own shard
             ledger.gradient.trace = (*before.trace, before.trace[1])
             ledger.gradient.ref, ledger.gradient.was_zero = before.ref, before.was_zero

@@ -1,5 +1,5 @@
-"""Compare causal regularizers with the best regularizer in hindsight: which share of its gain do
-they catch?
+"""Compare causal regularizers with the best regularizer in hindsight: which share of its gain does
+each of them catch?
 
 A series of variances σ_t² is given. The hindsight optimum knows the whole series (`optimum.py`); a
 form with a history knows only the past. Both are judged by Q = Σ λ_t(1 + λ_t/λ₀)σ_t² at a mean λ of
@@ -33,8 +33,8 @@ from varreg.theory.problems import changing, drifting
 
 
 def causal(sigma2: Tensor, delta2: Tensor | None = None, **options: object) -> Tensor:
-    """Return λ_t of VR-SGD's regularizer with these options, from σ_1² … σ_t²; with δ̄_t²,
-    `delta2`, it may be scale-free.
+    """Return λ_t of VR-SGD's regularizer with these options, from σ_1² … σ_t². A scale-free one
+    also needs `delta2`, δ̄_t².
     """
     chosen = {**regularizer.DEFAULTS, "scale_free": delta2 is not None, **options}
     regularizer.check(chosen)
@@ -74,8 +74,8 @@ def gain(sigma2: Tensor, lambda0: float) -> float:
 
 
 def at_mean_one(lam: Tensor, high: float) -> Tensor:
-    """Return min(cλ, high), with c chosen for a mean of 1. If too many λ are 0 for that, the
-    missing part is divided evenly among these.
+    """Return min(cλ, high), with c chosen for a mean of 1. If too many λ are 0 for that, those that
+    are 0 share the missing part evenly.
 
     >>> at_mean_one(torch.tensor([1.0, 1.0, 6.0]), high=2.0)
     tensor([0.5000, 0.5000, 2.0000])
@@ -188,8 +188,8 @@ def recorded(name: str) -> list[Series]:
 
 
 def all_series() -> list[Series]:
-    """Return synthetic series, of variances that change from step to step, slowly, and by a steady
-    fall; and those of real training.
+    """Return synthetic series, whose variances change from step to step, change slowly, or fall
+    steadily; and the series of real training.
     """
     T = 1000
     made = [
@@ -263,8 +263,8 @@ class Relation(NamedTuple):
 
 
 def relation_at_end(name: str) -> tuple[Relation, dict[str, Tensor]]:
-    """Return the relation at the end of a recorded run, at fixed parameters; and the columns v²,
-    ḡ², ε².
+    """Return the relation at the end of a recorded run, at fixed parameters; and the columns of its
+    file: v², ḡ², ε² and progress.
     """
     columns = _read(f"{name}-still")
     x, y = (columns[c].log() for c in ("v2", "e2"))
@@ -276,8 +276,8 @@ def relation_at_end(name: str) -> tuple[Relation, dict[str, Tensor]]:
 
 
 class Saved(NamedTuple):
-    """The share of Q that a λ saves at one point of training, with standard errors; negative if it
-    costs.
+    """The share of Q that a λ saves at one point of training, with standard errors. It is negative
+    if λ makes Q larger.
     """
 
     apparent: float
@@ -299,7 +299,7 @@ def saved(columns: dict[str, Tensor], lambda0: float, **options: object) -> Save
     lam = causal(columns["v2"], columns["g2"] if options.get("scale_free") else None, **options)
     v2, e2, p = columns["v2"], columns["e2"], columns["progress"]
 
-    def cost(scaled: Tensor, of: Tensor) -> Tensor:
+    def share(scaled: Tensor, of: Tensor) -> Tensor:
         """Return the share of Q that is saved relative to λ = 1, for each row of batches."""
         return 1 - (scaled * (1 + scaled / lambda0) / (1 + 1 / lambda0) * of).mean(-1) / of.mean(-1)
 
@@ -309,9 +309,9 @@ def saved(columns: dict[str, Tensor], lambda0: float, **options: object) -> Save
         drawn, errors, progress = lam[i], e2[i], p[i]
         even = drawn / drawn.mean(-1, keepdim=True)
         far = drawn * (progress.mean(-1, keepdim=True) / (drawn * progress).mean(-1, keepdim=True))
-        each.append((cost(even, errors), cost(far, errors)))
+        each.append((share(even, errors), share(far, errors)))
     (real, equal), spread = each
-    apparent = cost(lam / lam.mean(), v2)
+    apparent = share(lam / lam.mean(), v2)
     return Saved(
         float(apparent), float(real), float(spread[0].std()), float(equal), float(spread[1].std())
     )

@@ -56,8 +56,8 @@ class _Linear(nn.Module):
 
 
 def noisy_stream(noise: float, m: int, runs: int, steps: int) -> Callable[[int], Tensor]:
-    """Return x of step t, [m, runs]: a mean that swings by half around 1, and noise whose size
-    doubles every third step.
+    """Return a function from t to x of step t, [m, runs]. The mean of x oscillates between 0.5 and
+    1.5; the size of its noise doubles every third step.
 
     `noise` is the standard error of the mean over m samples, in units of the mean.
     """
@@ -82,11 +82,11 @@ def predicted_over_observed(
     m: int = 8,
     steps: int = 40,
 ) -> list[float]:
-    """Return, for each step, the mean predicted variance of the increment over the one observed
-    between runs.
+    """Return, for each step, the mean predicted variance of the increment, divided by the variance
+    over runs.
     """
     regularized, arguments = CASES[case]
-    model, twin = _Linear(runs), _Linear(runs)
+    model, plain = _Linear(runs), _Linear(runs)
     extra = {"variance": version} if version else {}
     # With scale_free=False and history="sum", each step adds the variance of its increment to the
     # history.
@@ -94,18 +94,18 @@ def predicted_over_observed(
         model.parameters(), lr=1.0, scale_free=False, history="sum", s=1.0, **arguments, **extra
     )
     theirs: Any = regularized._base
-    theirs = theirs(twin.parameters(), lr=1.0, **arguments)
+    theirs = theirs(plain.parameters(), lr=1.0, **arguments)
     stream, ratios, before = noisy_stream(noise, m, runs, steps), [], 0.0
     with varreg.observe(model):
         for t in range(steps):
             ours.zero_grad()
             model(stream(t)).mean().backward()
-            twin.w.grad = model.w.grad.clone()  # type: ignore[union-attr]
+            plain.w.grad = model.w.grad.clone()  # type: ignore[union-attr]
             ours.step()
-            x = twin.w.detach().clone()
+            x = plain.w.detach().clone()
             theirs.step()
             after = float(ours.state[model.w]["vr_history"].mean())
-            ratios.append((after - before) / (m - 1) / float((twin.w.detach() - x).var()))
+            ratios.append((after - before) / (m - 1) / float((plain.w.detach() - x).var()))
             before = after
     return ratios
 

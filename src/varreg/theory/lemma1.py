@@ -1,5 +1,5 @@
-"""Lemma 1: along every path of SGD, the averaged loss stays below a bound that can be computed from
-the path.
+"""Lemma 1: along every path of SGD, the average regret stays below a bound that can be computed
+from the path.
 
 For convex f with ∇f L-Lipschitz, γ_t ≤ 1/L and |x_t − x*| ≤ M, with ε_t the error of the gradient
 g_t at x_t, t = 0 … T−1,
@@ -15,16 +15,16 @@ bound holds with W = 1/γ₀ + Σ max(0, 1/γ_t − 1/γ_{t−1}), which is the 
 If γ_t rises and falls, W grows in proportion to T, and W·M²/2T does not fall: for VR-SGD, this
 bound never forgets the start.
 
-The same proof with each step weighted by γ_t does forget it: then the distances telescope for any
-sequence of steps, and no M is needed,
+The same proof with each step weighted by γ_t does forget the start: then the distances telescope
+for any sequence of steps, and no M is needed,
 
     (1/Σγ_t) Σ γ_t[f(x_{t+1}) − f*]  ≤                                          (weighted)
         (1/Σγ_t) [ ½|x₀ − x*|² + ½ Σ γ_t²(1 + Lγ_t)ε_t² − Σ γ_tε_t·(x_t − Lγ_t²g_t − x*) ]
 
-for γ_t ≤ 1/L. Where γ_t is independent of ε_t, its expectation has Σ γ_t²(1 + Lγ_t)σ_t² where the
-paper's has Σ γ_t(1 + Lγ_t)σ_t²: with Σγ_t given and Lγ_t small, the right side is smallest for γ_t
-∝ 1/σ_t². (The left side then weights those steps more.) As always, the term of noise vanishes only
-if γ_t → 0.
+for γ_t ≤ 1/L. If γ_t is independent of ε_t, the expectation of this bound has Σ γ_t²(1 + Lγ_t)σ_t²
+in place of the paper's Σ γ_t(1 + Lγ_t)σ_t². With Σγ_t given and Lγ_t small, the right side is
+smallest for γ_t ∝ 1/σ_t². (The left side then gives more weight to the steps with large γ_t.) As
+always, the term of noise vanishes only if γ_t → 0.
 """
 
 from __future__ import annotations

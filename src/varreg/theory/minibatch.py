@@ -17,15 +17,15 @@ from varreg.errors import VarregError
 
 
 class Ratio(NamedTuple):
-    """E[v²]/σ², summed over all parameters, with its standard error; m − 1 is claimed."""
+    """E[v²]/σ², summed over all parameters, with its standard error. The paper claims m − 1."""
 
     value: float
     error: float
 
 
 def ratio(m: int, batches: int, replace: bool = True, seed: int = 0) -> Ratio:
-    """Return E[v²]/σ² of a small network on 40 samples, at one point, over many mini-batches of m
-    samples that varreg measures.
+    """Return E[v²]/σ² of a small network on 40 samples, at fixed parameters. varreg measures v² of
+    many mini-batches of m samples.
 
     σ² is known: for independent draws, it is the variance of a single sample's gradient over the 40
     samples, divided by m. Without replacement (`replace=False`) it is smaller by the factor of a

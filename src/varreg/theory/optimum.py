@@ -77,7 +77,8 @@ def _check(sigma2: Tensor, lambda0: float, low: float, high: float) -> None:
         )
     if not sigma2.isfinite().all() or not (sigma2 > 0).all():
         raise VarregError(
-            "varreg: variances must be positive and finite: at one of 0, all of λ would go there."
+            "varreg: variances must be positive and finite: if one is 0, the optimum puts all of λ "
+            "there."
         )
     if not 0 < lambda0 < math.inf:
         raise VarregError(f"varreg: λ₀ must be positive; got {lambda0}.")

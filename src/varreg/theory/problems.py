@@ -1,8 +1,8 @@
-"""Test problems with known constants, and noise with known variance, on which the paper's claims
-are checked.
+"""Test problems with known constants, and noise with known variance, for checks of the paper's
+claims.
 
 All functions work on many points at once, [runs, d], so that a claim about an expectation is
-checked over many runs in one go.
+checked over many runs at once.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Problem:
 
     name: str
     value: Batched
-    """f, of [runs, d] to [runs]."""
+    """f, from [runs, d] to [runs]."""
     gradient: Batched
-    """∇f, of [runs, d] to [runs, d]."""
+    """∇f, from [runs, d] to [runs, d]."""
     minimum: Tensor
     """x*, [d]."""
     L: float
@@ -90,8 +90,8 @@ def ridge(samples: int = 200, dimension: int = 10, mu: float = 0.1, seed: int = 
 
 
 def logistic(samples: int = 200, dimension: int = 10, mu: float = 0.1, seed: int = 0) -> Problem:
-    """Return (1/n) Σ log(1 + exp(−yᵢ xᵢ·w)) + (μ/2)|w|². L is a quarter of that of XᵀX/n, plus μ; l
-    is μ; x* comes from Newton's method.
+    """Return (1/n) Σ log(1 + exp(−yᵢ xᵢ·w)) + (μ/2)|w|². L is a quarter of the largest eigenvalue
+    of XᵀX/n, plus μ; l is μ; x* comes from Newton's method.
     """
     X, _, sign = _data(samples, dimension, mu, seed)
     Z = X * sign[:, None]

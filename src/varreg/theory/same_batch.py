@@ -1,11 +1,11 @@
-"""Is λ_t independent of the error ε_t that it multiplies? The theory assumes so: γ_t is given,
-E[γ_t ε_t] = 0 and E[γ_t ε_t²] = γ_t σ_t².
+"""Is λ_t independent of the error ε_t that it multiplies? The theory assumes so: there γ_t is
+given, E[γ_t ε_t] = 0 and E[γ_t ε_t²] = γ_t σ_t².
 
 But λ_t is computed from the same mini-batch as ε_t. The variance v² of samples is independent of
-their mean if samples are normal (Cochran), but not if they are skewed: if the rare large samples
+their mean if samples are normal (Cochran), but not if they are skewed. If the rare large samples
 point along the gradient, a batch with such a sample has a large v² and a large ḡ, and λ shortens
-its step. ρ = v²/ḡ² depends on the mean: if ε_t makes |ḡ_t| large, ρ is small and λ large. Such
-steps have a larger error, and are longer.
+its step. And ρ = v²/ḡ² always depends on the mean: if ε_t makes |ḡ_t| large, ρ is small and λ
+large. Such steps have a larger error, and are longer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def own_batch(
     `along=False`). The mean gradient of m samples has the standard error `noise`.
 
     Skewed noise has its long tail on the positive side: `along` the gradient, or against it. λ is
-    VR-SGD's, with a history of 20 steps behind it.
+    that of VR-SGD, after a history of 20 steps.
     """
     if shape not in SHAPES:
         raise VarregError(

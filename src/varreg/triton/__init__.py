@@ -1,7 +1,8 @@
-"""The kernels in Triton, for GPUs: the same functions as `varreg.native` has in C.
+"""Kernels in Triton for GPUs: the same functions as `varreg.native` has in C.
 
-Triton compiles them at first use, for the given shapes and device. With `TRITON_INTERPRET=1` in the
-environment they run on the CPU, slowly, for tests.
+As there, each kernel has a definition: a slower function in PyTorch that computes the same numbers
+up to rounding. Triton compiles kernels at first use, for the given shapes and device. With
+`TRITON_INTERPRET=1` in the environment they run on the CPU, slowly, for tests.
 """
 
 from varreg.triton.convolutions import conv

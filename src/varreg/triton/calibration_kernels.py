@@ -1,5 +1,5 @@
-"""Jitted functions of a step with calibrated λ, which run after `update_kernel` has computed λ. The
-C is in native/step.h, the definition in varreg/calibration.py.
+"""Jitted functions of a step with calibrated λ. They run after `update_kernel` has computed λ. The
+same code in C is native/step.h; the definition in PyTorch is varreg/calibration.py.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def calibrate_kernel(
 def mean_kernel(
     table, tasks, blocks, BLOCK: tl.constexpr, REAL: tl.constexpr, BEFORE: tl.constexpr
 ):
-    """Add up the sums of λ of each task, one program each, in a fixed order. Before λ is scaled,
-    compute its scale; afterwards, add its mean to the sum of all means. The twin is calibration.py.
+    """Add up the sums of λ of one task, in a fixed order. Before λ is scaled, compute its scale;
+    afterwards, add its mean to the sum of all means.
     """
     k, lane = tl.program_id(0), tl.arange(0, BLOCK)
     task = table + k * WORDS

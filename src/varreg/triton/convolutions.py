@@ -1,8 +1,8 @@
-"""S and W of convolutions, without windows or per-sample gradients in memory. Twin, and definition:
-`Convolution` in engine/rules/convolution.py.
+"""S and W of convolutions, without windows or per-sample gradients in memory. The definition in
+PyTorch is `Convolution` in engine/rules/convolution.py.
 
-A convolution is computed like a dense layer whose rows are output pixels, and whose input features
-are the pixels under the kernel. A tile loads these directly from the image.
+A convolution is computed like a dense layer: its rows are output pixels, and its input features are
+the pixels under the kernel. A tile loads these directly from the image.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def conv_kernel(
     tile_i, tile_o, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tiles = tl.cdiv(part_o, BLOCK_O)
     part, within = tile_o // tiles, (tile_o % tiles) * BLOCK_O + tl.arange(0, BLOCK_O)
-    at_o = tl.where(within < part_o, part * part_o + within, o)  # o: outside
+    at_o = tl.where(within < part_o, part * part_o + within, o)  # o is masked below
     at_i = tile_i * BLOCK_I + tl.arange(0, BLOCK_I)
     channel, ky, kx = at_i // KERNEL, at_i % KERNEL // KERNEL_W, at_i % KERNEL_W
     x_at = (part * part_c + channel).to(tl.int64) * x_channel
@@ -92,7 +92,7 @@ def conv(
     bias: bool = False,
 ) -> Sums | None:
     """Return the sums of a convolution's kernel `[o, c/parts, *kernel]`, from x `[b·per, c, …]` and
-    δ `[b·per, o, …]`; None where PyTorch is needed: in three dimensions.
+    δ `[b·per, o, …]`; None where PyTorch is needed, as for three spatial dimensions.
 
     `padding` is the padding before the first pixel, `per` the number of images of a sample, and
     `parts` the number of parts into which the convolution divides its channels.

@@ -1,11 +1,11 @@
-"""S and W of dense layers, without the per-sample gradients themselves. Twin, and definition:
+"""S and W of dense layers, without storing per-sample gradients. The definition in PyTorch is
 `Outer` in engine/contribution.py.
 
 A program computes one tile of the weight. It goes through the groups of samples, adds up the
 product of each group over its rows, and adds the product to S and its square to W. The products
-stay in registers, where PyTorch would write them to memory and read them again. If there are few
-tiles, the groups are divided among several programs, and their results are added up in a fixed
-order, so that results are reproducible to the bit.
+stay in registers; PyTorch would write them to memory and read them again. If there are few tiles,
+the groups are divided among several programs. Their results are added up in a fixed order, so that
+results are reproducible to the bit.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def store_sums(
     out, S, W, bias_S, bias_W, at_o, at_i, split, o, i, size,
     BIAS: tl.constexpr, TWICE: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of S and W to `[splits, 2, size]`, where those of the bias come after the
-    weight's. With a single split, they are the final sums, and S is written twice, to `[3, size]`.
+    """Write a tile of S and W to `[splits, 2, size]`. The sums of the bias come after those of the
+    weight. With a single split, these are the final sums, and S is written twice, to `[3, size]`.
     """
     here = (at_o < o)[:, None] & (at_i < i)[None, :]
     first = out + split.to(tl.int64) * 2 * size
@@ -60,7 +60,7 @@ def store_sums(
 
 @triton.jit
 def add_splits_kernel(parts, out, splits, size, BLOCK: tl.constexpr):
-    """Add up `[splits, 2, size]` to S, W and S again, one split after the other."""
+    """Add up `[splits, 2, size]`, one split after the other, and write S, W, and S again."""
     REAL: tl.constexpr = out.dtype.element_ty
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     S, W = tl.zeros((BLOCK,), REAL), tl.zeros((BLOCK,), REAL)
@@ -119,7 +119,7 @@ def single_rows_kernel(
     BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
     BIAS: tl.constexpr, TWICE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add up the same where each sample has one row, and is a group: (δ ⊗ a)² = δ² ⊗ a²."""
+    """Add up the same if each sample has one row and is its own group: (δ ⊗ a)² = δ² ⊗ a²."""
     REAL: tl.constexpr = out.dtype.element_ty
     tile_i, tile_o, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     at_o = tile_o * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -145,7 +145,8 @@ def outer(delta: Tensor, a: Tensor, groups: int, bias: bool = False) -> Sums | N
     """Return the sums of c_b = Σ_r δ_br ⊗ a_br, with δ `[b, r, o]` and a `[b, r, i]`; None where
     PyTorch is needed.
 
-    In half precision, products are added up in float32, where the twin rounds each group's.
+    In half precision, products are added up in float32; the definition rounds the product of each
+    group to half precision.
     """
     (b, r, o), i = delta.shape, a.shape[2]
     if not (b and r and o and i and takes(delta, a) and delta.dtype == a.dtype):

@@ -22,8 +22,8 @@ if INTERPRETED:  # it multiplies matrices of bfloat16 as if they were integers
     _LOADED.remove(torch.bfloat16)
 
 EXPLICIT = {"enable_fp_fusion": True}
-"""Options that Triton would warn of if they were left to their defaults: a·b + c is rounded once,
-as in the C.
+"""Options of every launch. Triton would warn if they kept their defaults. a·b + c is rounded once,
+as in C.
 """
 
 
@@ -64,21 +64,21 @@ def real(dtype: torch.dtype) -> torch.dtype:
 
 
 def power(n: int, least: int, most: int) -> int:
-    """Return the smallest power of two that holds n, between two others."""
+    """Return the smallest power of two that is at least n, limited to `least` and `most`."""
     return max(least, min(most, int(triton.next_power_of_2(n))))
 
 
 def splits(programs: int, pieces: int) -> int:
-    """Return the number of splits into which the pieces of work are divided, so that the programs
-    occupy a GPU.
+    """Return into how many splits to divide the pieces of work, so that there are enough programs
+    for a GPU.
     """
     return max(1, min(pieces, thresholds.TRITON_PROGRAMS // max(programs, 1)))
 
 
 @triton.jit
 def group_of(u, batch, groups):
-    """Return the first sample of group u, and how many it has: larger groups come first, as in
-    engine/partition.py.
+    """Return the first sample of group u, and the number of its samples. Larger groups come first,
+    as in engine/partition.py.
     """
     n, larger = batch // groups, batch % groups
     return u * n + tl.minimum(u, larger), n + (u < larger).to(tl.int32)

@@ -1,10 +1,10 @@
-"""S and W of a table, from lookups of its rows. Twin, and definition: `SparseRows` in
+"""S and W of a table, from lookups of its rows. The definition in PyTorch is `SparseRows` in
 engine/rules/embedding.py.
 
 Lookups are sorted by row and group. A first kernel adds up the gradients of each (row, group), at
 the position of its first lookup. A second kernel adds up these sums and their squares for each row.
-No kernel waits for the device, and the order of sums is fixed, so that results are reproducible to
-the bit.
+The host does not wait for the device. The order of sums is fixed, so that results are reproducible
+to the bit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def keys_kernel(ids, keys, lookups, r, batch, groups, skip, last, BLOCK: tl.cons
 
 @triton.jit
 def groups_kernel(keys, order, dy, c, lookups, r, features, sample, step, BLOCK: tl.constexpr):
-    """Write the sum of all lookups with one key to where the first of them is; 0 to the others."""
+    """Write the sum of all lookups with one key to the place of the first, and 0 to the others."""
     REAL: tl.constexpr = c.dtype.element_ty
     here, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(keys + here)
@@ -54,7 +54,7 @@ def rows_kernel(
     keys, c, out, lookups, batch, groups, rows, features, size,
     BLOCK_L: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add up S and W of one row of the table, from the first of its lookups on."""
+    """Add up S and W of one row of the table. Only the program of its first lookup does so."""
     REAL: tl.constexpr = c.dtype.element_ty
     here, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(keys + here) // groups
@@ -82,8 +82,8 @@ def rows_kernel(
 def lookup(
     ids: Tensor, dy: Tensor, shape: torch.Size, groups: int, skip: int | None, squares: bool = True
 ) -> tuple[Tensor, ...] | None:
-    """Return S, W, and S again, of a table of which rows `ids [b, r]` receive `dy [b, r,
-    features]`, but for the row `skip`; None where PyTorch is needed, as for S alone.
+    """Return S, W, and S again, of a table whose rows `ids [b, r]` receive `dy [b, r, features]`;
+    the row `skip` receives nothing. Return None where PyTorch is needed, as without `squares`.
     """
     if not (groups and squares and dy.numel() and takes(dy)) or ids.device != dy.device:
         return None

@@ -1,5 +1,5 @@
-"""Contributions of samples to the affine parameters of a normalization: Σ dy·x̂ and Σ dy, with x
-normalized again. Twins, and definitions: engine/rules/normalization.py.
+"""Contributions of samples to the affine parameters of a normalization: Σ dy·x̂ and Σ dy. x is
+normalized again. The definitions in PyTorch are in engine/rules/normalization.py.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def norm_rows_kernel(
     x, dy, out, r, n, x_sample, x_row, dy_sample, dy_row, size, in_a_row,
     EPS: tl.constexpr, CENTRE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add up dy·x̂ and dy over some rows of one sample: `out [2, b, splits, n]`, of `size`
-    b·splits·n each.
+    """Add up dy·x̂ and dy over some rows of one sample, into `out [2, b, splits, n]`. `size` is
+    b·splits·n.
     """
     REAL: tl.constexpr = out.dtype.element_ty
     sample, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -29,7 +29,7 @@ def norm_rows_kernel(
     for row in range(split * in_a_row, tl.minimum((split + 1) * in_a_row, r)):
         X = tl.load(x + sample * x_sample + row * x_row + at, at < n, 0.0).to(REAL)
         D = tl.load(dy + sample * dy_sample + row * dy_row + at, at < n, 0.0).to(REAL)
-        if CENTRE:  # twice: the mean of large numbers is rounded itself
+        if CENTRE:  # twice, since the mean of large numbers has a rounding error
             X = tl.where(at < n, X - tl.sum(X, 0) / n, 0.0)
             X = tl.where(at < n, X - tl.sum(X, 0) / n, 0.0)
         spread = tl.sqrt(tl.sum(X * X, 0) / n + EPS)
@@ -59,8 +59,9 @@ def norm_channels_kernel(
     x, dy, mean, rstd, out, c, pixels, per, size,
     EPS: tl.constexpr, GIVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add up dy·x̂ and dy over the pixels of each channel of one group of `per`, in one image:
-    `out [2, n, c]`. Mean and 1/√variance are found here, or `GIVEN` for each channel.
+    """Add up dy·x̂ and dy over the pixels of each channel, into `out [2, n, c]`. A program has one
+    image and one group of `per` channels. It computes mean and 1/√variance, unless they are `GIVEN`
+    for each channel.
     """
     REAL: tl.constexpr = out.dtype.element_ty
     program = tl.program_id(0)
@@ -68,7 +69,7 @@ def norm_channels_kernel(
     image, group = (program // groups).to(tl.int64), program % groups
     lane, length = tl.arange(0, BLOCK), per * pixels
     begin = (image * c + group * per) * pixels
-    # the mean has two parts, since that of large numbers is rounded itself
+    # the mean has two parts, since the mean of large numbers has a rounding error
     mean_1, mean_2, scale = tl.zeros((), REAL), tl.zeros((), REAL), tl.zeros((), REAL)
     if not GIVEN:
         mean_1 = _sum(x + begin, length, mean_1, mean_2, False, BLOCK, REAL) / length
@@ -94,8 +95,8 @@ def norm_channels_kernel(
 def norm_rows(
     x: Tensor, dy: Tensor, eps: float, centre: bool = True
 ) -> tuple[Tensor, Tensor] | None:
-    """Return Σ_r dy·x̂ and Σ_r dy of `[b, r, *shape]`: `[b, *shape]` each, x̂ being x normalized
-    over `shape`, and centred before if it is wanted. None where PyTorch is needed.
+    """Return Σ_r dy·x̂ and Σ_r dy of `[b, r, *shape]`: `[b, *shape]` each. x̂ is x normalized over
+    `shape`; with `centre`, its mean is subtracted first. Return None where PyTorch is needed.
     """
     n = math.prod(dy.shape[2:])
     if not takes(x, dy) or not dy.numel() or n > thresholds.TRITON_LONGEST_ROW:
@@ -124,8 +125,8 @@ def norm_channels(
     mean: Tensor | None = None,
     var: Tensor | None = None,
 ) -> tuple[Tensor, Tensor] | None:
-    """Return Σ dy·x̂ and Σ dy of `[n, c, …]`: `[n, c]` each, x̂ being x normalized over groups of
-    channels, or by each channel's mean and variance. None where PyTorch is needed.
+    """Return Σ dy·x̂ and Σ dy of `[n, c, …]`: `[n, c]` each. x̂ is x normalized over groups of
+    channels, or by each channel's `mean` and `var`. Return None where PyTorch is needed.
     """
     if not takes(x, dy) or not dy.numel():
         return None
@@ -146,9 +147,7 @@ def norm_channels(
 
 
 def warps(block: int) -> int:
-    """Return the number of warps that share a row of n elements: 8 elements for each thread, if
-    possible.
-    """
+    """Return the number of warps that share a row: 8 elements for each thread, if possible."""
     return max(1, min(16, block // thresholds.TRITON_ROW_OF_A_WARP))
 
 

@@ -1,4 +1,4 @@
-"""Sums of contributions that are in memory. Twins, and definitions: `Dense` in
+"""Sums of contributions that are in memory. The definitions in PyTorch are `Dense` in
 engine/contribution.py, and `row_sums` and `channel_sums` in engine/rules/rule.py.
 """
 
@@ -17,7 +17,7 @@ def sums_kernel(
     values, out, batch, groups, n, stride,
     BLOCK_U: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Add up S and W of `[batch, n]`, rows being `stride` apart, a block of elements each."""
+    """Add up S and W of a block of elements of `[batch, n]`, whose rows are `stride` apart."""
     REAL: tl.constexpr = out.dtype.element_ty
     at = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     S, W = tl.zeros((BLOCK_N,), REAL), tl.zeros((BLOCK_N,), REAL)
@@ -62,10 +62,10 @@ def total(values: Tensor) -> Tensor | None:
 
 
 def rows(values: Tensor) -> Tensor | None:
-    """Leave the sum over rows to PyTorch, where it is one launch."""
+    """Return None: PyTorch sums over rows in one launch, too."""
     return None
 
 
 def pixels(values: Tensor) -> Tensor | None:
-    """Leave the sum over pixels to PyTorch, where it is one launch."""
+    """Return None: PyTorch sums over pixels in one launch, too."""
     return None

@@ -1,7 +1,7 @@
-"""Variance, λ and the step that λ scales: one launch for all parameters, by a table of `Task` that
-is copied to the device.
+"""Compute the variance, λ, and the step that λ scales. One launch serves all parameters: it reads a
+table of `Task` that is copied to the device.
 
-Twins, and definitions: `Moments`, varreg/regularizer.py, and varreg/optim/step.py.
+The definitions in PyTorch are `Moments`, varreg/regularizer.py and varreg/optim/step.py.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def serves(*tensors: Tensor) -> bool:
 
 
 class Table:
-    """Tasks on a device, with the number of each one's first block."""
+    """A table of tasks on a device, with the number of the first block of each task."""
 
     def __init__(self, tasks: Sequence[Task], like: Tensor):
         sizes = [triton.cdiv(task.n, thresholds.TRITON_BLOCK) for task in tasks]
@@ -83,8 +83,8 @@ def _kind(task: Task) -> dict[str, Any]:
 
 
 def update(like: Tensor, tasks: Iterable[Task], elements: int, calibrated: bool = False) -> None:
-    """Complete the step after the base's step: compute variance, increment and λ, and set x to x +
-    λ(x' − x). One launch for all parameters with the same options; four where λ is calibrated.
+    """Finish the step after the base's step: compute variance, increment and λ, and set x to x +
+    λ(x' − x). All parameters with the same options take one launch; four if λ is calibrated.
     """
     alike: dict[tuple[int, ...], list[Task]] = {}
     for task in tasks:
@@ -99,7 +99,7 @@ def update(like: Tensor, tasks: Iterable[Task], elements: int, calibrated: bool 
 
 
 def _update_calibrated(tasks: list[Task], like: Tensor, kind: dict[str, Any]) -> None:
-    """Complete the step with calibrated λ: the mean of λ must be known before x changes."""
+    """Finish the step with calibrated λ: the mean of λ must be known before x changes."""
     blocks = sum(triton.cdiv(task.n, thresholds.TRITON_BLOCK) for task in tasks)
     sums = torch.empty((blocks, 2), dtype=torch.float64, device=like.device)
     for task in tasks:
@@ -144,8 +144,8 @@ def lambdas(
 def variance(
     total: Tensor, square: Tensor, m: int, factor: float, rounding: float, out: Tensor
 ) -> bool:
-    """Write (m·W − S²)·factor into `out`, and 0 where that is no more than rounding; return False
-    where PyTorch is needed.
+    """Write (m·W − S²)·factor into `out`, and 0 where that is no more than rounding errors. Return
+    False where PyTorch is needed.
     """
     if not serves(total, square, out) or not out.numel():
         return False
@@ -163,8 +163,8 @@ def variance(
 
 
 def compare(rows: Sequence[tuple[Tensor, ...]]) -> list[list[float]]:
-    """Return S·S, g·S, g·g and ΣW of each (S, g, W), which `serves` must have accepted: two
-    launches and one wait for all of one type and device.
+    """Return S·S, g·S, g·g and ΣW of each (S, g, W). All of one type and device take two launches
+    and one wait. `serves` must have accepted the tensors.
     """
     alike: dict[tuple[Any, ...], list[int]] = {}
     for i, (total, _, _) in enumerate(rows):

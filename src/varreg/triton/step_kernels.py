@@ -1,6 +1,7 @@
-"""Jitted functions of the step: a program computes a block of one parameter. It reads its task from
+"""Jitted functions of the step. A program computes a block of one parameter. It reads its task from
 a table of `Task` (native/contract.py), the same struct as in C: pointers and numbers of eight
-bytes. The C is in native/step.h, the definitions in varreg/regularizer.py and varreg/optim/step.py.
+bytes. The same code in C is native/step.h; the definitions in PyTorch are varreg/regularizer.py and
+varreg/optim/step.py.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ HEAVY_BALL = tl.constexpr(Increment.HEAVY_BALL.value)
 
 @triton.jit
 def find(table, tasks, TASKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return this program's task, the elements of its block, which of them there are, and whether
-    it is the task's first block. After the tasks, the table has the number of each one's first.
+    """Return this program's task, the positions of its block, a mask of the positions that exist,
+    and whether this is the task's first block. After the tasks, the table has the number of the
+    first block of each task.
     """
     block, lane = tl.program_id(0), tl.arange(0, TASKS)
     firsts = tl.load(table + tasks * WORDS + lane, lane < tasks, 0)
@@ -72,7 +74,7 @@ def write(task, FIELD: tl.constexpr, at, here, new, REAL: tl.constexpr):
 
 @triton.jit
 def variance_of(task, at, here, REAL: tl.constexpr):
-    """Return (m·W − S²)·factor, and 0 where that is no more than rounding."""
+    """Return (m·W − S²)·factor, and 0 where that is no more than rounding errors."""
     total, square = values(task, TOTAL, at, here, REAL), values(task, SQUARE, at, here, REAL)
     size = number(task, M, REAL) * square
     left = size - total * total
@@ -97,7 +99,7 @@ def regularize(
     entered = rho
     if HISTORY == HISTORY_HARMONIC:
         entered = 1 / rho
-    valid = (rho - rho == 0) & (entered - entered == 0)  # finite, both
+    valid = (rho - rho == 0) & (entered - entered == 0)  # both are finite
     total = values(task, RHO_SUM, at, here, REAL) + tl.where(valid, entered, 0.0)
     total = tl.where(total > HUGE_SUM, HUGE_SUM, total).to(REAL)
     count = values(task, RHO_COUNT, at, here, REAL) + tl.where(valid, 1.0, 0.0)
@@ -106,7 +108,7 @@ def regularize(
     if HISTORY == HISTORY_SUM:
         average, relative = total, rho / total
     elif HISTORY == HISTORY_MEAN:
-        average, relative = total / count, rho / total * count  # 1 for the first
+        average, relative = total / count, rho / total * count  # exactly 1 in the first step
     else:
         average, relative = count / total, rho / (count / total)
     if FORM == RATIONAL:
@@ -118,7 +120,7 @@ def regularize(
     low, high = number(task, LOW, REAL), number(task, HIGH, REAL)
     lam = tl.where(lam < low, low, lam)
     lam = tl.where(lam > high, high, lam)
-    lam = tl.where(lam == lam, lam, 1.0)  # undefined: the base's step
+    lam = tl.where(lam == lam, lam, 1.0)  # undefined: take the base's own step
     write(task, LAM, at, here, lam, REAL)
     return lam
 
@@ -160,13 +162,13 @@ def delta_of(task, at, here, INCREMENT: tl.constexpr, REAL: tl.constexpr):
         delta = values(task, AVERAGE, at, here, REAL) * number(task, UNBIAS_N, REAL) * inverse
     elif INCREMENT == HEAVY_BALL:
         delta = values(task, AVERAGE, at, here, REAL)
-    else:  # x' has moved by lr·delta, of which decay·x is a part
+    else:  # x' = x − lr·delta, and delta contains decay·x: solve for delta
         decay = number(task, DECAY, REAL)
         delta = number(task, SIGN, REAL) * values(task, GRAD, at, here, REAL)
         delta += decay * values(task, X, at, here, REAL)
         if INCREMENT != GRADIENT:  # Nesterov's
             delta += number(task, MU, REAL) * values(task, AVERAGE, at, here, REAL)
-        delta *= 1 / (1 - number(task, LR, REAL) * decay)  # one division, not one per element
+        delta *= 1 / (1 - number(task, LR, REAL) * decay)  # one division for all elements
     return delta
 
 
@@ -194,9 +196,7 @@ def move(task, at, here, lam, delta, REAL: tl.constexpr):
 
 @triton.jit
 def write_mean(task, at, here, lam, TINY: tl.constexpr, REAL: tl.constexpr):
-    """Write the sum of λ over the elements of a block that have a gradient, and how many they
-    are.
-    """
+    """Write the sum of λ over the elements of a block that have a gradient, and their number."""
     known = here & (values(task, SQUARE, at, here, REAL) > TINY)
     out = tl.load(task + PRODUCTS).to(tl.pointer_type(tl.float64)) + tl.program_id(0) * 2
     tl.store(out, tl.sum(tl.where(known, lam, 0.0).to(tl.float64), 0))
@@ -209,8 +209,8 @@ def update_kernel(
     INCREMENT: tl.constexpr, HISTORY: tl.constexpr, FORM: tl.constexpr, SCALE_FREE: tl.constexpr,
     CALIBRATED: tl.constexpr,
 ):  # fmt: skip
-    """Find λ, go to x + λ(x' − x), and count the step. If λ is calibrated, x has to wait for the
-    mean of λ over all of the parameter.
+    """Compute λ, go to x + λ(x' − x), and count the step. If λ is calibrated, x must wait for the
+    mean of λ over the whole parameter.
     """
     task, at, here, is_first = find(table, tasks, TASKS, BLOCK)
     s2 = variance_of(task, at, here, REAL)
@@ -222,7 +222,7 @@ def update_kernel(
         move(task, at, here, lam, delta, REAL)
     if is_first:
         address = tl.load(task + STEPS)
-        if address != 0:  # else the count is on the CPU
+        if address != 0:  # otherwise the count is on the CPU
             steps = address.to(tl.pointer_type(REAL))
             tl.store(steps, tl.load(steps) + 1)
 
@@ -232,7 +232,7 @@ def lambda_kernel(
     table, tasks, TASKS: tl.constexpr, BLOCK: tl.constexpr, REAL: tl.constexpr, TINY: tl.constexpr,
     HISTORY: tl.constexpr, FORM: tl.constexpr, SCALE_FREE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Find λ of an increment whose variance is known."""
+    """Compute λ of an increment whose variance is known."""
     task, at, here, _ = find(table, tasks, TASKS, BLOCK)
     variance, delta = values(task, VARIANCE, at, here, REAL), values(task, DELTA, at, here, REAL)
     regularize(task, at, here, variance, delta, HISTORY, FORM, SCALE_FREE, MASKED, TINY, REAL)

@@ -25,8 +25,8 @@ from varreg.verification.tolerance import FLOAT64_RTOL, Setting
 def verify_precisely(
     model: nn.Module, loss: Loss | None, selection: Selection, setting: Setting
 ) -> Verification:
-    """Verify, and if numbers differ, verify again in float64, which shows what is rounding. Return
-    the result.
+    """Verify, and return the result. If numbers differ, verify again in float64, to see whether the
+    difference is rounding.
 
     A gap counts as rounding if float64 shows no gap, and if torch itself has gaps as large in the
     model's precision: between single samples and float64, or between the batch without varreg and
@@ -62,7 +62,8 @@ def verify_precisely(
 def _verify_safely(
     model: nn.Module, loss: Loss | None, selection: Selection, setting: Setting
 ) -> tuple[Verification, dict[str, Sums]]:
-    """Verify a copy of the model, or the model itself if it cannot be copied. Return the result.
+    """Verify a copy of the model, or the model itself if it cannot be copied. Return the result,
+    and the sums of the gradients of single samples.
 
     A copy may still use the original: a function that its forward calls may hold the original
     model. Then the original has gradients afterwards, and is verified in place.

@@ -1,4 +1,4 @@
-"""Find why numbers differ: the model, its loss, or varreg."""
+"""Find the cause of a difference: the model, its loss, or varreg."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def explain(
     measurement: Measurement,
     setting: Setting,
 ) -> Verification:
-    """Return a result whose numbers differ, with the reason and what to do."""
+    """Return a result whose numbers differ, with the reason and the advice added."""
     is_mixed = max(row.batch for row in result.rows) > setting.rtol
     outputs_differ = result.outputs > setting.rtol
     parting = _find_parting(steps, setting) if is_mixed or outputs_differ else None
     if parting is not None and parting.instead and not outputs_differ:
-        parting = None  # they make different calls with the same result
+        parting = None  # batch and samples make different calls, but with the same result
     if parting is not None or outputs_differ:
         return _add(replace(result, parting=parting), reasons.model_mixes(parting))
     if is_mixed:
@@ -50,8 +50,8 @@ def _find_parting(steps: Steps, setting: Setting) -> Parting | None:
 def _loss_reason(
     steps: Steps, batch_step: Step, measurement: Measurement, setting: Setting
 ) -> Reason:
-    """Return the reason in the loss: one factor for all samples, a factor for each sample, or a
-    loss that mixes samples.
+    """Return what the loss does: it has one factor for all samples, it has a factor for each
+    sample, or it mixes samples.
     """
     n, params = steps.size, steps.params
     if n * sum(p.numel() for p in params.values()) > MOST_WEIGHED:

@@ -19,7 +19,7 @@ def compare_samples(steps: Steps, setting: Setting) -> tuple[Verification, dict[
     """Return the result, and the sums of the gradients of single samples."""
     try:
         with warnings.catch_warnings():
-            # Warnings of varreg are ignored: the comparison itself shows what they warn of.
+            # Ignore varreg's warnings: the comparison itself shows their causes.
             warnings.filterwarnings("ignore", message="varreg: ")
             return _compare_samples(steps, setting)
     except CannotVerify as error:

@@ -40,15 +40,17 @@ def verify(
         loss: A function of output and targets, `loss(model(x), y)`. None: the model computes its
             own, which is `output.loss`, or the output itself if that is a single number.
         batch: A pair `(x, y)`. `x` is a tensor, a tuple of positional arguments, or a dict of
-            keyword arguments; `y` is a tensor, or any tree of tensors. A dict is all keyword
-            arguments, and the loss, if there is one, has the output alone. Where the loss is
-            None, a tensor or tuple is all positional arguments.
-        reduction: Is the loss a `"mean"` over samples or a `"sum"`? As for `varreg.observe`.
+            keyword arguments; `y` is a tensor, or any tree of tensors. A dict in place of the pair
+            has all keyword arguments of the model; the loss then gets only the output. If the loss
+            is None, a tensor or tuple has all positional arguments of the model.
+        reduction: Whether the loss is a `"mean"` or a `"sum"` over samples, as for
+            `varreg.observe`.
         batch_dim: The dimension of the model's inputs that counts samples. Targets without such
             a dimension of the batch's size have samples in dimension 0.
-        samples: Use so many samples at most, spread evenly over the batch.
-        rtol: The largest gap that is allowed, relative to the size of what is added up. None: 1e-7
-            in float64, 1e-3 in float32 (and what looks like rounding is run again in float64).
+        samples: The largest number of samples to use, spread evenly over the batch.
+        rtol: The largest gap that is allowed, relative to the size of per-sample gradients. None:
+            1e-7 in float64, 1e-3 in float32. Where numbers differ, all is run again in float64, to
+            see whether that is rounding.
         batch_norm: As for `varreg.observe`. `"contribution"` cannot be verified.
 
     Returns:
@@ -84,7 +86,7 @@ def verify(
 
 
 def _check_arguments(model: Any, loss: Any, samples: Any, rtol: Any) -> None:
-    """Raise unless the arguments are of the kinds that `verify` takes."""
+    """Raise a VarregError if an argument has a wrong type or value."""
     if not isinstance(model, nn.Module):
         raise VarregError(f"varreg: verify expects a torch.nn.Module, got {type(model).__name__}.")
     if loss is not None and not callable(loss):

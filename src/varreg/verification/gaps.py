@@ -1,4 +1,6 @@
-"""The gaps between varreg's numbers and the definition: sums over single samples, in float64."""
+"""The gaps between varreg's numbers and their definition, which is a sum over single samples in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def compare_moments(
         measured = [step[name] for step in measurement.steps]
         gaps = [_largest((plain / factor - mean) / size)]
         gaps.append(max(_largest((widen(m.grad, mean) - plain) / factor / size) for m in measured))
-        # Mean, second moment and variance; the last two are of the size of a square.
+        # Mean, second moment and variance. The last two have the size of a square.
         for i, power in enumerate((1, 2, 2)):
             gaps.append(max(_moment_gap(m.moments, i, truth[i], size**power, n) for m in measured))
         rows.append(Row(name, tuple(mean.shape), s.used, *gaps))
@@ -75,10 +77,10 @@ def widen(t: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _sizes(sums: dict[str, Sums], floor: float) -> dict[str, Tensor]:
-    """Return the scale of the g_i of each element, √((1/m) Σ g_i²), which cancellation does not
-    reduce.
+    """Return the size of the g_i of each element, √((1/m) Σ g_i²). Unlike the mean, it does not
+    become small if the g_i cancel.
 
-    It is at least `floor` times the largest scale of all parameters.
+    It is at least `floor` times the largest size of all parameters.
     """
     sizes = {name: (s.second / s.count).sqrt() for name, s in sums.items()}
     least = floor * max(map(_largest, sizes.values()))
@@ -92,7 +94,7 @@ def _moment_gap(
     size: Tensor,
     n: int,
 ) -> float:
-    """Return the gap of one moment; 0 if there are no moments and nothing to measure."""
+    """Return the gap of one moment. Without moments it is 0 if the truth is 0, else infinite."""
     if measured is None:
         return math.inf if bool(truth.any()) else 0.0
     return _largest((measured[1 + which] - truth) / size) if measured[0] == n else math.inf

@@ -40,8 +40,8 @@ class Parting:
     source: Operation | None
     """The first operation before it that combined all samples to one value, such as their mean."""
     instead: str = ""
-    """The function that a single sample calls in its place, if it is another one; else empty. From
-    there on, the calls differ.
+    """The function that a single sample calls in its place, if that is another function; otherwise
+    empty. From there on, the calls differ.
     """
 
     def __str__(self) -> str:
@@ -59,9 +59,9 @@ def find_parting(
 ) -> Parting | None:
     """Run the batch, `run(None)`, and each sample, `run(i)`. Return their first difference.
 
-    Calls are compared up to the first call of another function. If no result differs before it,
-    this call is the difference, which may mean little: a loop over samples makes more calls for the
-    batch. Return None if both make the same calls with the same results.
+    Calls are compared up to the first call of another function. If no result differs before that
+    call, the call itself is the difference. This need not be an error: a loop over samples makes
+    more calls for the batch. Return None if both make the same calls with the same results.
     """
     paths = ModulePaths(model)
     calls: list[RecordedCall] = []

@@ -1,4 +1,4 @@
-"""The reasons why numbers differ, and what to do, in words for users."""
+"""Messages for users: why numbers differ, and what to do."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from varreg.verification.parting import Parting
 from varreg.verification.result import Row
 
 _SHARES = (
-    "varreg then measures each sample's share of the gradient: what flows back through its own "
-    "outputs (times the number of samples, where the loss is a mean)."
+    "varreg then measures each sample's share of the gradient: the part that flows back through "
+    "its own outputs (times the number of samples, if the loss is a mean)."
 )
 
 
@@ -42,8 +42,8 @@ def loss_mixes(reduction: str) -> Reason:
         "The loss mixes samples or weighs them (or a hook or a backward function does): outputs of "
         "the whole batch are those of single samples, but the gradient of its loss is not the "
         f"{reduction} of theirs.",
-        f"If it is to be so, nothing needs to change: {_SHARES} Else write the loss as a mean of "
-        "terms that depend on one sample each.",
+        f"If that is intended, nothing needs to change: {_SHARES} Otherwise write the loss as a "
+        "mean of terms that depend on one sample each.",
     )
 
 
@@ -70,16 +70,16 @@ def loss_weighs(weights: Tensor, are_shares: bool) -> Reason:
         "The loss weighs samples by something that differs from sample to sample (the "
         "number of tokens that are not ignored, class weights): in a batch, a sample counts "
         f"{float(weights.min()):.3g} to {float(weights.max()):.3g} times as much as by itself.",
-        "If a sample is to count as much as by itself, divide by something that does not "
+        "If a sample should count as much as by itself, divide by something that does not "
         "depend on the batch: reduction='sum' over a constant, or each sample by its own count, "
-        f"then the mean. If it is to be so, nothing needs to change: {shares}",
+        f"then the mean. If the weights are intended, nothing needs to change: {shares}",
     )
 
 
 def varreg_errs(row: Row, mechanism: str, rtol: float) -> Reason:
     """Return the reason for an error of varreg: model and loss treat each sample by itself."""
     if row.grad > rtol:
-        error = f"p.grad of '{row.parameter}' with varreg is not what it is without"
+        error = f"p.grad of '{row.parameter}' with varreg differs from p.grad without it"
     elif math.isinf(row.mean):
         error = f"varreg has no moments for '{row.parameter}', or of another number of samples"
     else:
@@ -91,5 +91,5 @@ def varreg_errs(row: Row, mechanism: str, rtol: float) -> Reason:
     return Reason(
         f"Model and loss treat each sample by itself, but {error}{note}.",
         "This is an error in varreg: please report it, with the model. Until it is "
-        "mended, freeze the parameter, or register a rule with varreg.register_rule.",
+        "fixed, freeze the parameter, or register a rule with varreg.register_rule.",
     )

@@ -18,11 +18,11 @@ class Row:
     used: bool
     """True: some sample has a gradient for this parameter."""
     batch: float
-    """The gradient of the batch against the mean (or sum) of those of single samples."""
+    """The gap between the batch's gradient and the mean (or sum) of single samples' gradients."""
     grad: float
-    """`p.grad` with varreg against `p.grad` without."""
+    """The gap between `p.grad` with varreg and `p.grad` without."""
     mean: float
-    """varreg's moments against the definition."""
+    """The gap between varreg's mean and the definition; likewise for the next two."""
     second_moment: float
     variance: float
 
@@ -37,8 +37,8 @@ class Verification:
     """The result of `varreg.verify`; truthy when verified, and `print` shows it to people."""
 
     status: str
-    """"verified"; "different"; "refused" by varreg, with its message; or "unknown": not
-    possible.
+    """"verified"; "different"; "refused": varreg refused the model, and `reason` is its message; or
+    "unknown": the model cannot be verified.
     """
     reason: str = ""
     advice: str = ""
@@ -48,7 +48,9 @@ class Verification:
     rows: tuple[Row, ...] = ()
     """One row for each trained parameter; no rows if nothing could be compared."""
     outputs: float = math.nan
-    """The largest gap between outputs of the batch and of single samples; nan: none fit."""
+    """The largest gap between outputs of the batch and of single samples; nan if no output can be
+    compared.
+    """
     parting: Parting | None = None
     """The first operation at which outputs of the batch and of single samples differ."""
 
@@ -90,7 +92,7 @@ class Verification:
 
 
 class CannotVerify(Exception):  # noqa: N818
-    """The model cannot be verified; carries the result that says why."""
+    """The model cannot be verified. The exception carries the result that says why."""
 
     def __init__(self, reason: str, advice: str = "", status: str = "unknown"):
         super().__init__(reason)

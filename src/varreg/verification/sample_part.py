@@ -23,7 +23,7 @@ class Part(NamedTuple):
 def compare_part(batch: Tensor, single: Tensor, i: int, n: int) -> Part | None:
     """Compare the part of sample i of n with the result for that sample alone.
 
-    Return None if the shapes do not show which part is the sample's.
+    Return None if the shapes do not show which part belongs to the sample.
     """
     if not batch.is_floating_point() or batch.dtype != single.dtype or batch.dim() != single.dim():
         return None
@@ -43,8 +43,8 @@ def compare_part(batch: Tensor, single: Tensor, i: int, n: int) -> Part | None:
 
 
 def _gap(candidates: Sequence[Tensor], single: Tensor, batch: Tensor) -> float:
-    """Return the smallest, over the possible parts, of the largest difference, relative to the
-    largest finite value.
+    """Return the largest difference between a part and the single sample's result, relative to the
+    largest finite value of the batch. Of several possible parts, take the one that fits best.
     """
     size = float(batch.abs().nan_to_num(0.0, 0.0, 0.0).max())
     gaps = []

@@ -41,7 +41,9 @@ class Steps:
         return self.selection.batch.size
 
     def run(self, batch: Batch, numbers: bool = True) -> Step:
-        """Return one step from the initial state; without `numbers`, with new random numbers."""
+        """Run one step from the initial state, and return it. Without `numbers`, it uses new random
+        numbers.
+        """
         self.rehearsal.reset(numbers)
         output = batch.output(self.model)
         loss = batch.loss(self.loss, output)
@@ -76,7 +78,7 @@ class Steps:
         subject = f"sample {self.selection.indices[i]} alone"
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a batch of one is ours, not the user's
+                warnings.simplefilter("ignore")  # the user did not ask for a batch of one
                 step = self.run(self.selection.singles[i])
         except Exception as error:
             raise CannotVerify(
@@ -92,10 +94,11 @@ class Steps:
         (self.selection.batch if i is None else self.selection.singles[i]).output(self.model)
 
     def check_randomness(self, step: Step) -> CannotVerify | None:
-        """Raise if other random numbers change the gradients of the batch's step.
+        """Raise a CannotVerify if other random numbers change the gradients of the batch's step.
 
-        Return the error to raise if the batch's numbers differ from those of single samples; None
-        if no random numbers are drawn. Models whose random numbers have no effect can be verified.
+        Return None if no random numbers are drawn. Otherwise return an error for the caller to
+        raise, in case the batch's numbers differ from those of single samples: random numbers may
+        be the cause. A model whose random numbers have no effect can be verified.
         """
         if not self.rehearsal.is_random:
             return None

@@ -21,20 +21,21 @@ class Setting(NamedTuple):
 
     @property
     def floor(self) -> float:
-        """Return the size, relative to the model's largest gradient, below which numbers are
-        rounding.
+        """Return the size, relative to the model's largest gradient, below which a number counts as
+        a rounding error.
 
-        Gradients that are zero up to rounding (a bias before a softmax) have no scale of their own.
+        A gradient that is zero up to rounding, such as that of a bias before a softmax, has no size
+        of its own to compare with.
         """
         return min(1.0, max(FLOOR, self.rtol))
 
     def sum_factor(self, n: int) -> int:
-        """Return the gradient of a batch of n over the mean of its samples' gradients."""
+        """Return the factor between the gradient of a batch of n and its samples' mean gradient."""
         return 1 if self.reduction == "mean" else n
 
 
 def tolerance_for(model: nn.Module) -> float:
-    """Return the tolerance for the coarsest type that is trained."""
+    """Return the tolerance for the coarsest type among the trained parameters."""
     trained = [p for p in model.parameters() if p.requires_grad]
     if any(torch.is_autocast_enabled(p.device.type) for p in trained):
         return RTOL_COARSE

@@ -20,9 +20,9 @@ def flatten(grads: dict[str, Tensor | None], params: Mapping[str, Tensor]) -> Te
 
 
 def weights_of(each: Tensor, target: Tensor, rtol: float) -> Tensor | None:
-    """Return f with target = (1/n) Σ f_i g_i; equal weights if these are a solution.
+    """Return weights f with target = (1/n) Σ f_i g_i; equal weights if these are a solution.
 
-    Return None if there is no solution, or more than one.
+    Return None if there is no solution, or if there are several.
     """
     n, size = len(each), each.square().mean(0).sqrt().max()
 
@@ -43,6 +43,6 @@ def weights_of(each: Tensor, target: Tensor, rtol: float) -> Tensor | None:
 
 
 def explain_loss(weights: Tensor, losses: Tensor, batch_loss: float) -> bool:
-    """Return whether weights that explain the gradient explain the loss, and are not all 1."""
+    """Return whether weights that explain the gradient also explain the loss, and are not all 1."""
     is_loss = math.isclose(float((weights.cpu() * losses).mean()), batch_loss, rel_tol=SAME_LOSS)
     return is_loss and bool((weights - 1).abs().max() > SAME_LOSS)

@@ -1,9 +1,10 @@
-"""A pretend device: host memory and the CPU's kernels behind torch's seam for new accelerators.
+"""A pretend device: host memory and the CPU's kernels behind torch's interface for new
+accelerators.
 
 It stands for GPUs on machines that have none. `load()` compiles it once and registers it as the
-device "pretend"; that holds for the rest of the process, so tests that use it run in a process of
-their own. `count()` says what a GPU would have been asked: how many kernels were launched, and
-where the host waited for a value.
+device "pretend". It stays registered for the rest of the process, so tests that use it run in their
+own process. `count()` counts the kernels that a GPU would have launched, and records where the host
+waited for a value.
 """
 
 from __future__ import annotations
@@ -70,11 +71,11 @@ class Count:
     """What a block of code asked of the device."""
 
     launches: Counter[str] = field(default_factory=Counter)
-    """Kernels, by operator; `_foreach_` operators as often as they were called."""
+    """The number of kernels of each operator; for `_foreach_` operators, the number of calls."""
     launched: int = 0
     """Kernels, all together."""
     waits: Counter[str] = field(default_factory=Counter)
-    """Synchronisations: the operator, and the line of varreg, or else of whoever asked."""
+    """Synchronisations: the operator, and the line of varreg, or otherwise of the caller."""
 
     def __add__(self, other: Count) -> Count:
         return Count(
@@ -109,7 +110,7 @@ def count() -> Iterator[Count]:
 
 @contextlib.contextmanager
 def without_float64() -> Iterator[None]:
-    """Let the device have no float64, as Apple's GPUs have none."""
+    """Switch float64 off inside the `with` block: Apple's GPUs do not have it."""
     library = load().library
     library.pretend_set_float64(False)
     try:
@@ -126,7 +127,7 @@ def _line() -> str:
 
 
 def _module(library: ctypes.CDLL) -> types.ModuleType:
-    """Return what torch asks of a device's module."""
+    """Return the module of the device, with the functions that torch calls."""
     module = types.ModuleType(f"torch.{NAME}")
     ops = torch.ops.pretend
     functions = {
@@ -171,7 +172,7 @@ class _Device:
 
 
 class _Stream:
-    """A stream, or an event in it. There is one stream: all is in order, and to wait is nothing."""
+    """A stream, or an event in it. There is one stream, so waiting does nothing."""
 
     def __init__(self, *_: object, **__: object):
         pass

@@ -1,4 +1,4 @@
-"""The fused cells of LSTM and GRU, which torch asks of an accelerator: by other operations."""
+"""The fused cells of LSTM and GRU, which every accelerator must have, by other operations."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ bool has_mask(const c10::IValue &indices) {
   return false;
 }
 
-// The tensors of one call, each with its twin on the host.
+// The tensors of one call, each with the host tensor that shares its memory.
 struct Twins {
   const c10::OperatorHandle &op;
   std::vector<std::pair<Tensor, Tensor>> pairs;

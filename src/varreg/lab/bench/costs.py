@@ -26,7 +26,7 @@ Report = Callable[[str, float], None]
 
 
 def run(plan: Plan, report: Report = lambda name, share: None) -> Iterator[dict[str, Any]]:
-    """Yield one row for each workload and optimizer, as they come."""
+    """Yield one row for each workload and optimizer, as soon as it is measured."""
     with threads_set_to(plan.threads):
         for case in plan.cases:
             w = workload_of(case, plan.device)

@@ -27,8 +27,9 @@ def record(plan: Plan, rows: list[dict[str, Any]], command: list[str]) -> dict[s
 
 
 def results(rows: list[dict[str, Any]]) -> str:
-    """Return a table of training steps over those of torch's optimizer, and of peak memory. Each
-    workload has a line of its own; where both do not fit into 100 columns, memory has a table.
+    """Return a table of the time of training steps relative to torch's optimizer, and of peak
+    memory. The name of a workload has its own line. If the table does not fit into 100 columns,
+    memory has its own table.
     """
     head, lines = _cells(rows)
     apart: list[list[str]] = []
@@ -43,7 +44,9 @@ def results(rows: list[dict[str, Any]]) -> str:
 
 
 def _columns(head: list[str], lines: list[list[str]], part: range) -> str:
-    """Return a table of some columns, after that of the names. Names of workloads take no room."""
+    """Return a table of some columns, after the column of names. The names of workloads do not
+    widen that column.
+    """
     chosen = dict.fromkeys((0, *part))
     rows = [[row[i] for i in chosen] for row in lines]
     named = [row[0] if not any(row[1:]) else "" for row in rows]

@@ -27,7 +27,9 @@ class Plan(NamedTuple):
     optimizers: tuple[str, ...]
     """Regularized optimizers, with options."""
     arms: tuple[str, ...]
-    """`exact`, `groups=8`; `per=model`: torch's optimizer on a model of which sums are measured."""
+    """`exact`, `groups=8`, or `per=model`: torch's optimizer, and a model observed with
+    per="model".
+    """
     seconds: float
     threads: int
     memory: bool
@@ -36,7 +38,7 @@ class Plan(NamedTuple):
     """Where models are trained."""
 
     def parts(self) -> int:
-        """Return how many parts the measurement will report."""
+        """Return the number of parts that the measurement reports."""
         return len(self.cases) * (1 + len(self.optimizers) * (1 + self.memory + self.profile))
 
 
@@ -109,8 +111,7 @@ def observed_by(arm: str) -> dict[str, Any]:
 
 
 def base_of(spec: str) -> tuple[str, dict[str, Any]]:
-    """Return the base that a regularized optimizer is compared with, with those of its options that
-    the base has.
+    """Return the base of a regularized optimizer, with those options that the base has, too.
 
     >>> base_of("VRSGD:momentum=0.9,history=geometric")
     ('SGD', {'momentum': 0.9})

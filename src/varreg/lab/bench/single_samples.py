@@ -27,7 +27,7 @@ def check_moments(w: Workload, arms: Sequence[str]) -> None:
                 "or a larger batch."
             )
     model, x, y = built(w)
-    # In training mode, as it will be timed: what varreg refuses is refused here.
+    # in training mode, as it will be timed: if varreg refuses the model, it does so here
     with varreg.observe(model.train()):
         w.loss(call(model, x), y).backward()
     doubt = _doubt(w)
@@ -44,7 +44,7 @@ def check_moments(w: Workload, arms: Sequence[str]) -> None:
         with varreg.observe(model.train(training), **observed_by(arm)):
             w.loss(call(model, x), y).backward()
             _compare(model, expected, plain, f"{w.name}, {arm}", doubt)
-    if doubt:  # checks what mean and variance do not show: p.grad, outputs
+    if doubt:  # verify also compares p.grad and outputs
         raise MeasurementError(
             f"varreg: {w.name} is not measured, since its numbers would mean nothing.{doubt}"
         )
@@ -73,8 +73,8 @@ def _is_random(w: Workload, training: bool) -> bool:
 def by_single_samples(
     w: Workload, groups: Sequence[int], training: bool = True
 ) -> list[dict[str, tuple[Tensor, Tensor]]]:
-    """Return for each number K of groups the mean ḡ, and v² = (m−1)/m · 1/(K−1) · Σ_u n_u (ḡ_u −
-    ḡ)², of every parameter. By definition, in float64.
+    """Return, for each number K of groups, ḡ and v² of every parameter by their definitions, in
+    float64. v² = (m−1)/m · 1/(K−1) · Σ_u n_u (ḡ_u − ḡ)², where ḡ_u is the mean of group u.
     """
     model, x, y = built(w)
     model.train(training)
@@ -124,11 +124,13 @@ def _compare(
     case: str,
     doubt: str,
 ) -> None:
-    """Raise unless moments are as expected, to a hundredth of each tensor's size, since float32 may
-    round differently; a tensor that is all rounding is judged by the model's size.
+    """Raise a MeasurementError unless moments are as expected, up to a hundredth of each tensor's
+    size, since float32 may round differently. A tensor that is only rounding errors is compared
+    with the size of the model's gradients.
 
-    Where torch's own gradient of the batch (`plain`) is off by a share, moments may be off by
-    `NOISE` such shares: in the batch, rounding may open a ReLU that is closed for the sample alone.
+    If torch's own gradient of the batch (`plain`) differs by a share from that of single samples,
+    moments may differ by `NOISE` such shares: in the batch, rounding may open a ReLU that is closed
+    for the sample alone.
     """
     for i, (word, floor) in enumerate((("mean", 1e-5), ("variance", 1e-10))):
         largest = max(_size(pair[i]) for pair in expected.values())

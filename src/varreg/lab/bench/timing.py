@@ -82,9 +82,9 @@ def rounds(
     """Run every step once in each round, for at least `seconds` and at least `least` rounds. Return
     the times.
 
-    A new random order is drawn for every second round, and reversed in the next round, so that no
-    step has a better position over all rounds: after a pause, or after itself, with its data still
-    in the cache. `tick` is called between rounds with the share that is done.
+    A new random order is drawn for every second round, and reversed in the next round. So no step
+    has a better position over all rounds, for example after a pause, or after itself with its data
+    still in the cache. `tick` is called between rounds with the share that is done.
     """
     order, draw = list(steps), random.Random(0)
     for step in list(steps.values()) * warm_up:
@@ -151,7 +151,7 @@ def peak(
 
 
 def ready_for_peak() -> int:
-    """Give back what was freed, let the peak start anew, and return the bytes that are held."""
+    """Return freed memory to the system, reset the peak, and return the bytes that are held."""
     gc.collect()
     with contextlib.suppress(AttributeError):  # glibc has it
         ctypes.CDLL(None).malloc_trim(0)  # freed memory must not count as needed
@@ -165,7 +165,7 @@ def resident() -> int:
 
 
 def peak_so_far() -> int:
-    """Return the most bytes that this process held since its peak started anew."""
+    """Return the largest number of bytes that this process held since its peak was reset."""
     return _status("VmHWM")
 
 

@@ -40,7 +40,7 @@ class UserWorkload(NamedTuple):
         """Return a function that makes the model."""
         imported, options = specs.resolve(self.model, "--model")
         if isinstance(imported, nn.Module):
-            specs.refuse_options(options, f"--model {self.model}, a model that is at hand,")
+            specs.refuse_options(options, f"--model {self.model}, a model that exists already,")
             return functools.partial(copy.deepcopy, imported)
         if not callable(imported):
             raise VarregError(
@@ -65,7 +65,7 @@ class UserWorkload(NamedTuple):
             return self._random()
         imported, options = specs.resolve(self.batch, "--batch")
         if not callable(imported):
-            specs.refuse_options(options, f"--batch {self.batch}, which is no function,")
+            specs.refuse_options(options, f"--batch {self.batch}, which is not a function,")
 
         def make() -> Batch:
             made = (
@@ -158,8 +158,8 @@ def _kind(value: Any) -> str:
 
 
 def check(w: Workload, user: UserWorkload) -> None:
-    """Raise, before anything is timed, unless there is a batch, the model takes it, and the loss of
-    the result is a mean over samples.
+    """Raise a VarregError, before anything is timed, unless there is a batch, the model takes it,
+    and the loss is a mean over samples.
     """
     model, x, y = built(w)
     sizes = {len(t) if t.dim() else 0 for t in tree_leaves((x, y)) if isinstance(t, Tensor)}

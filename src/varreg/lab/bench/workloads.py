@@ -57,10 +57,10 @@ WORKLOADS = {
     )
 }
 """The workloads, by name. The last two are the hardest cases, since they do little besides reading
-their parameters.
+their parameters: the cost of a step per parameter shows most.
 """
 YARDSTICK = tuple(WORKLOADS)[:4]
-"""The workloads on which everything but a whole step is measured."""
+"""The workloads for all measurements other than whole steps."""
 
 
 def on_device(w: Workload, device: str) -> Workload:
@@ -84,7 +84,7 @@ def built(w: Workload) -> tuple[nn.Module, Any, Any]:
 
 
 def call(model: nn.Module, x: Any) -> Any:
-    """Call a model. A tuple of inputs is for several arguments, a dict for named ones."""
+    """Call a model. A tuple has positional arguments, a dict has keyword arguments."""
     if isinstance(x, dict):
         return model(**x)
     return model(*x) if isinstance(x, (tuple, list)) else model(x)

@@ -1,3 +1,3 @@
-"""The experiments, a folder for each: `plan.py` says what it needs, `analysis.py` what its results
-say, `page.py` what its report shows.
+"""The experiments, each in a folder: `plan.py` has its runs, `analysis.py` its findings, and
+`page.py` its report.
 """

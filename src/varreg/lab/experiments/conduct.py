@@ -63,21 +63,21 @@ def conduct(
         console.print(f"\n{arms}\n", soft_wrap=True)
     _print_report(console, page, findings)
     if stopped:
-        console.print("Stopped. The same command goes on where it was.")
+        console.print("Stopped. The same command continues from here.")
         return INTERRUPTED
     return 0
 
 
 def conduct_theory(out: Path, command: list[str]) -> int:
-    """Check the paper's claims, build and print the report; return the exit code: 1 where a verdict
-    is unexpected.
+    """Check the paper's claims, build and print the report. Return the exit code: 1 if a result is
+    unexpected.
     """
     console = displays.new_console(width=None if sys.stdout.isatty() else 100)
     try:
         with displays.ended_parts(console, len(PARTS)) as ended:
             theory.carry_out(out, command, ended)
     except KeyboardInterrupt:
-        console.print("Stopped. What was checked is kept: the same command goes on where it was.")
+        console.print("Stopped. Finished checks are saved: the same command continues from here.")
         return INTERRUPTED
     page, findings = builder.build(out)
     console.print(terminal_table(findings))

@@ -37,11 +37,11 @@ class Watcher(Protocol):
 def begin(
     experiment: TrainingExperiment, folder: Path, data_dir: Path | None, command: list[str]
 ) -> str:
-    """Check that an experiment can be done, before anything is trained, and write its record;
-    return the fingerprint of its task.
+    """Check, before anything is trained, that an experiment can be done, and write its record.
+    Return the fingerprint of its task.
 
-    Raise a VarregError if the folder has another experiment in it, or if the task has changed
-    since.
+    Raise a VarregError if the folder has another experiment in it, or if the task has changed since
+    the record was written.
     """
     record = _known_record(experiment, folder)
     configs = experiment.plan({})
@@ -94,7 +94,7 @@ def _known_record(experiment: TrainingExperiment, folder: Path) -> dict[str, Any
 
 def _extended(experiment: TrainingExperiment, folder: Path) -> TrainingExperiment:
     """Return the experiment, extended by the saved arguments in its folder. `begin` checks whether
-    it fits them.
+    the experiment fits these arguments.
     """
     store.check_inside(folder, folder / FILE)
     if not (folder / FILE).exists():

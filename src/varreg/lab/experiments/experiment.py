@@ -16,7 +16,7 @@ from varreg.lab.report.document import Findings, Page
 from varreg.lab.runs.config import Arms, Config, Results
 
 Kept = dict[str, Any]
-"""The results of an experiment, by the names of what was planned."""
+"""The results of an experiment, by the names of its planned work."""
 
 
 class Planned(Protocol):

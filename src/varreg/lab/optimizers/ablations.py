@@ -1,16 +1,16 @@
 """Ablations: the same optimizer without the information in λ, to see whether this information
 helps.
 
-Each returns a subclass of a regularized optimizer whose λ is computed as usual, and then replaced
-at every step:
+Each ablation is a subclass of a regularized optimizer. λ is computed as usual, and then replaced at
+every step:
 
-- `mean`: by its mean over all coordinates, weighted by the squared change, and over all steps so
-  far. What is left is a factor of the learning rate, that tells neither coordinates nor steps
-  apart.
-- `shuffled`: within each parameter, over its coordinates, at random; with `per="tensor"`, over the
-  parameters. What is left is how λ is distributed, and not where.
+- `mean` replaces λ by its mean over all coordinates, weighted by the squared change, and over all
+  steps so far. Only a factor of the learning rate remains, the same for all coordinates.
+- `shuffled` permutes λ at random over the coordinates of each parameter; with `per="tensor"`, over
+  the parameters. The distribution of λ remains, but not which coordinate has which λ.
 
-(`s=0`, the third one, needs no class: it is the base at the regularized optimizer's learning rate.)
+(A third ablation, `s=0`, needs no class: it is the base at the regularized optimizer's learning
+rate.)
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Shuffled(Regularized):
 
     def _replace_lambda(self, steps: list[ParameterStep]) -> None:
         generator = torch.Generator()
-        # One λ for each parameter: these are exchanged.
+        # With one λ for each parameter, permute these.
         single = [step for step in steps if step.lam.dim() == 0]
         if single:
             generator.manual_seed(int(single[0].state["vr_steps"]))
@@ -52,7 +52,7 @@ class _Shuffled(Regularized):
             ]
             for step, lam in zip(single, lams, strict=True):
                 step.lam = lam
-        # Seeded by the number of the step: a resumed run shuffles in the same way.
+        # The seed is the number of the step, so that a resumed run shuffles in the same way.
         for i, step in enumerate(steps):
             generator.manual_seed(1_000_003 * int(step.state["vr_steps"]) + i)
             flat = step.lam.reshape(-1)

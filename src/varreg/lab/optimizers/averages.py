@@ -12,8 +12,8 @@ from torch.optim.optimizer import ParamsT
 from varreg.errors import VarregError
 
 DECAY = 8
-"""γ of an average that forgets: x̄ ← (1 − w)·x̄ + w·x with w = (1 + γ)/(t + γ) (Shamir and Zhang
-2013; the value is that of Ivgi, Hinder and Carmon 2023).
+"""γ of an average that forgets early iterates: x̄ ← (1 − w)·x̄ + w·x with w = (1 + γ)/(t + γ)
+(Shamir and Zhang 2013). The value is that of Ivgi, Hinder and Carmon (2023).
 """
 
 
@@ -29,8 +29,8 @@ def swap_averages(optimizer: Optimizer) -> None:
 
 
 class AveragedSGD(SGD):
-    """torch's SGD, evaluated at a forgetting average of its iterates: the weight of step t is 9/(t
-    + 8).
+    """torch's SGD, evaluated at an average of its iterates that forgets early ones: the weight of
+    step t is 9/(t + 8).
     """
 
     @torch.no_grad()

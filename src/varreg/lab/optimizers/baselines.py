@@ -33,10 +33,10 @@ def _loss(closure: Callable[[], Any] | None) -> Any:
 class SVRG(Optimizer):
     """Stochastic variance-reduced gradient (Johnson and Zhang 2013): x ← x − α·(g(x) − g(x̃) + μ).
 
-    g is the gradient of the present batch, x̃ a snapshot of the parameters and μ the gradient of
-    all samples there. `snapshot(closure)` takes one, its closure leaving μ in the gradients; the
-    paper does so once an epoch or every few. A step needs a closure, and calls it
-    twice: a step costs two gradients, and a snapshot a pass over the data.
+    g is the gradient of the present batch, x̃ a snapshot of the parameters, and μ the gradient of
+    all samples at x̃. `snapshot(closure)` takes a snapshot; its closure must leave μ in the
+    gradients. The paper does so once an epoch, or once in a few epochs. A step needs a closure, and
+    calls it twice. So a step costs two gradients, and a snapshot costs a pass over the data.
     """
 
     def __init__(self, params: ParamsT, lr: float = 1e-3):
@@ -80,7 +80,7 @@ class SVRG(Optimizer):
         loss = _loss(closure)
         here = self._gradients()
         self._swap()
-        torch.set_rng_state(random)  # the same dropout in both
+        torch.set_rng_state(random)  # both gradients must have the same dropout
         _loss(closure)
         there = self._gradients()
         self._swap()
@@ -142,8 +142,8 @@ class DoG(Optimizer):
 
     There is no learning rate to tune: `lr` multiplies η, and is 1. r_ε = `reps_rel`·(1 + |x₀|). The
     norms are those of all parameters together; with `per="layer"` (L-DoG), each parameter has its
-    own. As in the paper, what is to be used is an average of the iterates that forgets (its section
-    4): x̄ ← (1 − w)·x̄ + w·x with w = 9/(t + 8). `swap_average()` puts it in the place of the
+    own. As in section 4 of the paper, evaluate the model at an average of the iterates that forgets
+    early ones: x̄ ← (1 − w)·x̄ + w·x with w = 9/(t + 8). `swap_average()` swaps it with the
     parameters, and back.
     """
 

@@ -1,5 +1,5 @@
-"""The optimizers that can be compared, by name: torch's, ours, related methods, and any that can be
-imported (`lion_pytorch:Lion`), also with `VarianceRegularized` around it.
+"""The optimizers that can be compared, by name: torch's, varreg's, related methods, and any that
+can be imported (`lion_pytorch:Lion`). `VarianceRegularized` can wrap any of them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Entry(NamedTuple):
     """An optimizer, with the default range of learning rates for its tuning."""
 
     cls: type[Optimizer]
-    """The class; torch's base class for an optimizer that is still to be imported, since entries
-    import nothing.
+    """The class of the optimizer. An entry imports nothing: for an optimizer that must be imported,
+    this is torch's base class.
     """
     low: float
     high: float
@@ -68,11 +68,14 @@ _SWITCH = "ablation"
 
 
 WRAPPER = "VarianceRegularized"
-"""With the option `base`, the optimizer in it: `VarianceRegularized:base=lion_pytorch:Lion,s=2`."""
+"""The name of the wrapper. Its option `base` is the wrapped optimizer:
+`VarianceRegularized:base=lion_pytorch:Lion,s=2`.
+"""
 
 
 def parse(spec: str) -> tuple[str, dict[str, Any]]:
-    """Split a spec into the name of an optimizer, or of what is to be imported, and its options.
+    """Split a spec into the name of an optimizer, or `module:class` of one to import, and its
+    options.
 
     >>> parse("SGD:momentum=0.9"), parse("lion_pytorch:Lion,weight_decay=0.1")
     (('SGD', {'momentum': 0.9}), ('lion_pytorch:Lion', {'weight_decay': 0.1}))
@@ -116,8 +119,8 @@ def build(
     lr: float,
     options: dict[str, Any],
 ) -> Optimizer:
-    """Build an optimizer. The option `ablation` of a regularized one replaces its λ: "mean" or
-    "shuffled".
+    """Build an optimizer, and return it. The option `ablation` of a regularized one replaces its λ:
+    "mean" or "shuffled".
     """
     given: list[Any] = list(params)
     options = dict(options)
@@ -168,13 +171,13 @@ def _check_options(name: str, cls: Any, options: dict[str, Any]) -> None:
 
 
 def _wrapped(cls: Any, params: list[Any], lr: float, options: dict[str, Any]) -> Optimizer:
-    """Build `VarianceRegularized` around the optimizer of its option `base`, which takes all
-    options that are not the regularizer's.
+    """Build `VarianceRegularized` around the optimizer of its option `base`. That optimizer takes
+    all options that are not the regularizer's.
     """
     base = options.pop("base", None)
     if not isinstance(base, str):
         raise VarregError(
-            f"varreg: {WRAPPER} needs the optimizer that it goes around, as in "
+            f"varreg: {WRAPPER} needs the optimizer that it wraps, as in "
             f"{WRAPPER}:base=RAdam or {WRAPPER}:base=lion_pytorch:Lion."
         )
     own = {key: value for key, value in options.items() if key in DEFAULTS}

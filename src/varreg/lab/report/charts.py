@@ -108,9 +108,8 @@ def per_layer(runs: Runs) -> Figure:
             values: list[float] = []
             for column in shown:
                 layer = column.partition("/")[2].removesuffix(".weight")
-                layer = (
-                    f"\u200b{layer}" if layer.startswith("_") else layer
-                )  # such a label would not be shown
+                # matplotlib does not show labels that start with an underscore
+                layer = f"\u200b{layer}" if layer.startswith("_") else layer
                 layers += [layer] if layer not in layers else []
                 y = _smooth(
                     padded(
@@ -142,8 +141,8 @@ def _longest(runs: Runs, table: str, key: str) -> np.ndarray:
 
 
 def _smooth(rows: np.ndarray, points: int = 60) -> np.ndarray:
-    """Return the median over seeds and over neighbouring steps, which infinite values do not
-    interrupt.
+    """Return the median over seeds and over neighbouring steps. A median stays finite if a few
+    values are infinite.
     """
     n = rows.shape[1]
     half = max(0, n // points // 2)

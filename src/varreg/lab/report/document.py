@@ -20,7 +20,7 @@ Findings = dict[str, Any]
 
 
 class Page:
-    """The contents of the template, added piece by piece; and `tables`, rows to be saved as CSV."""
+    """The contents of a page, added piece by piece. The rows of `tables` are saved as CSV."""
 
     def __init__(self, title: str, about: str, tables: dict[str, Rows]) -> None:
         self.title, self.about, self.tables = title, about, tables
@@ -33,7 +33,7 @@ class Page:
         self.sections.append({"title": title, "text": text, "figures": [], "tables": []})
 
     def figure(self, name: str, made: Figure, caption: str, tab: str = "") -> None:
-        """Add a figure to the section; several are shown under tabs."""
+        """Add a figure to the last section. Several figures of a section are shown under tabs."""
         with mpl.rc_context(STYLE):
             say_scales(made)
         self.figures[name] = svg(made, name), png(made)
@@ -49,8 +49,8 @@ class Page:
         title: str = "",
         prose: bool = False,
     ) -> None:
-        """Add a table to the section. One with a title is folded away, below the figures; one of
-        `prose` has sentences in its second and third column.
+        """Add a table to the last section. A table with a title is collapsed, below the figures. A
+        table with `prose` has sentences in its second and third column.
         """
         cells = [{"kind": kind, "cells": row} for kind, row in rows]
         self.sections[-1]["tables"].append(
@@ -66,7 +66,7 @@ def png(made: Figure) -> bytes:
 
 
 def svg(made: Figure, name: str) -> str:
-    """Draw a figure as a part of a page: no header, and names that no other figure has."""
+    """Draw a figure as a part of a page: without a header, and with ids that are unique there."""
     buffer = io.StringIO()
     metadata = {"Date": None, "Creator": None, "Format": None, "Type": None}
     save(made, buffer, format="svg", metadata=metadata)

@@ -14,7 +14,7 @@ WORDS = {
 }
 
 
-PARTIAL = "This report is partial: not all runs have ended. The same command goes on."
+PARTIAL = "This report is partial: not all runs have ended. The same command continues them."
 
 
 def number(x: float) -> str:

@@ -29,7 +29,7 @@ DASHES: Any = (
     *("-", "--", "-.", ":"),
     *((0, (6, 1.5)), (0, (3, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 3))),
 )
-"""Dashes and widths of lines, in the order of their colours: a line above another leaves some of it
+"""Dashes of lines, in the order of their colours: a line that covers another leaves parts of it
 visible.
 """
 FAR = 1000.0
@@ -127,7 +127,7 @@ def scale(axes: Axes, values: Sequence[float]) -> float:
 
 
 def say_scales(figure: Figure) -> None:
-    """Say of each axis whether it is logarithmic or linear, and give it numbers that are read."""
+    """Write at each axis whether it is logarithmic or linear, and give it readable numbers."""
     for axes in figure.axes:
         for axis in (axes.xaxis, axes.yaxis):
             if axes.images or isinstance(axis.get_major_locator(), FixedLocator):
@@ -175,7 +175,8 @@ def band(
     Lines of different `place` have different colours, dashes and widths, so that lines that
     coincide can be distinguished.
 
-    With `complete`, draw no further than all seeds go, and a cross where one was lost.
+    With `complete`, draw only as far as all seeds have values, and a cross where a seed ended
+    early.
     """
     color, dashes = COLORS[place % len(COLORS)], DASHES[place % len(DASHES)]
     y = padded(rows)

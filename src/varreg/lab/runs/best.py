@@ -16,7 +16,7 @@ class Best:
         self.parameters: dict[str, Tensor] = {}
 
     def see(self, loss: float, step: int, model: nn.Module) -> None:
-        """Keep a model's parameters, if none before had a lower validation loss."""
+        """Keep a model's parameters if their validation loss is the lowest so far."""
         if loss < self.loss:
             self.loss, self.step = loss, step
             self.parameters = {name: t.clone() for name, t in model.state_dict().items()}

@@ -13,8 +13,8 @@ from varreg.lab import schema
 
 
 def tensors_fault(was: dict[str, Any], now: dict[str, Any], what: str) -> str:
-    """Return the fault of tensors: one is missing, unknown, or of another shape or dtype (torch
-    would cast).
+    """Return the fault of tensors: one is missing, unknown, or of another shape or dtype. torch
+    itself would convert dtypes without a word.
     """
     if set(was) != set(now):
         return f"other names in its {what}: {', '.join(map(repr, sorted(set(was) ^ set(now))[:3]))}"
@@ -56,7 +56,7 @@ def optimizer_fault(was: dict[str, Any], optimizer: Any) -> str:
 
 
 def _state_dtypes(state: Tensor, p: Tensor) -> tuple[torch.dtype, ...]:
-    """Return the dtypes that a parameter's state may have: sums over half precision are single."""
+    """Return the dtypes that a parameter's state may have. For half precision, sums are float32."""
     if not state.is_floating_point() or not state.dim() or state.shape != p.shape:
         return (state.dtype,)
     return (p.dtype, torch.float32) if p.dtype.itemsize < 4 else (p.dtype,)

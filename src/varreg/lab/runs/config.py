@@ -20,7 +20,7 @@ Results = dict[str, dict[str, Any]]
 Arms = dict[str, list[dict[str, Any]]]
 """The results of each arm's runs, by its name."""
 _LONGEST = 246
-"""Bytes of a name before its checksum: file systems take 255 in all."""
+"""The largest number of bytes of a name before its checksum. File systems allow 255 in all."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Config:
     log_every: int = 10
     """Steps between two measurements of λ, ρ and the noise."""
     test: Literal["never", "end", "epochs"] = "never"
-    """When the test split is read: never where choices are made, at the end for a verdict, after
-    every epoch for a figure.
+    """When the test split is read: never in a run for tuning, at the end for a verdict, after every
+    epoch for a figure.
     """
 
     @property
@@ -54,8 +54,8 @@ class Config:
         return f"{_cut(words)}_{self._checksum}"
 
     def folder_in(self, runs: Path) -> Path:
-        """Return the run's folder; if an earlier version of varreg made it, under a name with
-        spaces, that folder.
+        """Return the run's folder. Earlier versions of varreg used names with spaces: if such a
+        folder exists, return it.
         """
         before = runs / f"{_cut(self._words.replace('/', '-'))} {self._checksum}"
         return before if before.exists() else runs / self.name

@@ -34,8 +34,8 @@ def evaluate(
 
 
 def effective_lambdas(optimizer: Any, named: Sequence[tuple[str, Tensor]]) -> dict[str, float]:
-    """Return λ of the last step: its mean, weighted by squared gradients, of each parameter and
-    ("") of all; and ("mean") its plain mean over all.
+    """Return λ of the last step: its mean weighted by squared gradients, by the name of each
+    parameter; under "", the same over all parameters; under "mean", its plain mean over all.
     """
     out, weighted, weight, plain, count = {}, 0.0, 0.0, 0.0, 0
     for name, p in named:
@@ -61,7 +61,7 @@ def effective_lambda(result: dict[str, Any]) -> float:
 
 
 def final(result: dict[str, Any], metric: str) -> float:
-    """Return a metric at the end of a run. If it diverged, its loss is infinite, its accuracy 0."""
+    """Return a metric at the end of a run. A run that diverged has infinite loss and accuracy 0."""
     value = float(result["evaluations"][metric][-1])
     if metric.endswith("loss"):
         return value if math.isfinite(value) and not result["diverged"] else math.inf

@@ -1,5 +1,5 @@
-"""Do many runs at once: one process with one thread for each, so that results do not depend on
-their number.
+"""Do many runs at once. Each run has a process with one thread, so that results do not depend on
+the number of processes.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def _check_data(task: str, data_dir: Path | None, expected: str) -> None:
         model = lookup.task(task).model()
     if check_task.fingerprint(task, splits, model) != expected:
         raise VarregError(
-            f"varreg: task {task} gives other data or another model in each process: make what it "
-            "loads depend on nothing random."
+            f"varreg: task {task} gives other data or another model in each process: let its data "
+            "and model depend on nothing random."
         )
 
 
@@ -143,7 +143,7 @@ def _interrupts_ignored() -> Iterator[None]:
 
 class Pool:
     """A pool of processes, kept from one call to the next; use it in `with`. If runs are `shared`
-    with other teams of processes, runs that these work on are skipped.
+    with processes outside of the pool, runs that these work on are skipped.
     """
 
     def __init__(
@@ -193,9 +193,8 @@ class Pool:
             self._hear(listener)
         except futures.process.BrokenProcessPool as error:
             raise MeasurementError(
-                "varreg: a process of the lab ended by itself: out of memory, or killed. The same "
-                "command goes on; "
-                "with fewer --jobs it needs less memory."
+                "varreg: a process of the lab ended unexpectedly: out of memory, or killed. The "
+                "same command continues; with fewer --jobs it needs less memory."
             ) from error
 
     def _hear(self, listener: Listener) -> None:

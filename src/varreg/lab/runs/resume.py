@@ -43,8 +43,8 @@ def read_result(folder: Path, config: Config) -> dict[str, Any] | None:
 
 
 def _check_config(path: Path, content: Any, config: Config) -> None:
-    """Refuse a file that was made with another configuration: the name of its folder is no
-    proof.
+    """Raise a `store.DamagedError` if a file was made with another configuration. The name of its
+    folder does not prove that it was made with this one.
     """
     if fault := schema.table_fault(content, {"config": schema.is_table}):
         raise store.damaged(path, "the configuration that it was made with", fault, ANEW)

@@ -72,9 +72,9 @@ class Run:
         self.model = self.task.model().to(self.device)
         self.named = list(self.model.named_parameters())
         self.optimizer: Any = optimizers.build(config.optimizer, self.named, config.lr, options)
-        # With s = 0, a regularized optimizer is its base to the bit, and needs no moments.
         if isinstance(self.optimizer, Regularized):
             self.optimizer._watches_lambda = False  # the lab tunes the learning rate for λ
+        # With s = 0, a regularized optimizer is its base to the bit, and needs no moments.
         self.regularizes = isinstance(self.optimizer, Regularized) and options.get("s") != 0
         measures = self.recipe.noise or self.recipe.noise_decay
         needs_moments = self.regularizes or measures or self.recipe.adascale
@@ -107,8 +107,8 @@ class Run:
     _KEPT = ("step", "seconds", "losses", "evaluations", "statistics")
 
     def _total(self) -> int:
-        """Return the number of steps; with AdaScale, the number of steps of the base, of which each
-        step counts for one or more.
+        """Return the number of steps; with AdaScale, the number of steps of the base. A step of
+        AdaScale counts as one or more of these.
         """
         batch = self.recipe.adascale or self.config.batch
         return self.recipe.steps or len(self.splits.train) // batch * self.config.epochs
@@ -137,7 +137,7 @@ class Run:
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
         kept = {name: getattr(self, name) for name in self._KEPT}
-        buffers = dict(self.model.named_buffers())  # with the tensors that a state dict leaves out
+        buffers = dict(self.model.named_buffers())  # a state dict leaves out some buffers
         state = {
             "model": self.model.state_dict(),
             "buffers": buffers,
@@ -210,8 +210,8 @@ class Run:
             print(note, report.reason, report.advice, file=sys.stderr)
         elif not report:
             raise VarregError(
-                f"varreg: {self.config.optimizer} cannot be used for task {self.config.task}: what "
-                f"it would be told of samples is not what single samples say.\n{report}"
+                f"varreg: {self.config.optimizer} cannot be used for task {self.config.task}: its "
+                f"moments differ from those of single samples.\n{report}"
             )
 
     def advance(self) -> None:

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Augmentation = Callable[[Tensor, torch.Generator], Tensor]
-"""From the inputs of a batch and a generator on the CPU to inputs of the same shape."""
+"""A function of the inputs of a batch and a generator on the CPU. It returns inputs of the same
+shape.
+"""
 
 
 def flip(x: Tensor, generator: torch.Generator) -> Tensor:

@@ -53,8 +53,8 @@ class DataSplit:
         if isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__len__"):
             raise VarregError(
                 f"varreg: {where} is a Dataset without a length. The lab draws batches itself, so "
-                "that a run can go on to the bit: give one with __len__ and __getitem__, or make "
-                "batches by Task(stream=...)."
+                "that a resumed run is the same to the bit: give a Dataset with __len__ and "
+                "__getitem__, or make batches by Task(stream=...)."
             )
         known = (SequentialSampler, RandomSampler)
         sampler = None if loader is None else getattr(loader, "sampler", None)
@@ -103,8 +103,8 @@ Samples = Split | DataSplit
 
 
 class Batches:
-    """The batches of a run's steps: `draw(step)` returns the samples and the seed. Worker processes
-    of a DataLoader load them in advance.
+    """The batches of a run's steps. `draw(step)` returns the indices of the samples, and the seed.
+    Worker processes of a DataLoader load batches in advance.
     """
 
     def __init__(self, split: DataSplit, draw: Callable[[int], tuple[Tensor, int]], total: int):
@@ -120,7 +120,7 @@ class Batches:
         if not self.split.workers:
             return self[step]
         if self._ahead is None or step != self._next:
-            # one "sample" is a whole batch, so that it does not depend on the process that loads it
+            # the loader's "sample" is a whole batch, so that no batch depends on the worker
             self._ahead = iter(
                 DataLoader(
                     self,  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
-"""Check a task before any training: can its model be trained on its data? Its fingerprint shows
-later changes.
+"""Check a task before any training: can its model be trained on its data? And compute its
+fingerprint, which shows later changes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from varreg.lab.tasks.randomness import seeded
 
 
 def fingerprint(spec: str, splits: Splits, model: nn.Module) -> str:
-    """Return a checksum of a task's data (all targets, and a thousand inputs of each split; a
-    hundred samples of a Dataset) and of its model's parameters, to tell when either changed.
+    """Return a checksum of a task's data and of the names and shapes of its model's parameters, to
+    detect changes. Of each split it contains all targets and a thousand inputs; of a Dataset, a
+    hundred samples.
     """
     checksum = hashlib.sha256()
     for split in splits:
@@ -37,7 +38,7 @@ def fingerprint(spec: str, splits: Splits, model: nn.Module) -> str:
                 t.cpu().contiguous().view(torch.uint8).numpy().tobytes() if t.numel() else b""
             )
     for name, p in model.named_parameters():
-        # Nothing for float32: checksums from before dtypes were in them still fit.
+        # Leave float32 out, so that the checksums of earlier versions, without dtypes, stay valid.
         dtype = "" if p.dtype == torch.float32 else f" {p.dtype}"
         checksum.update(f"{name} {tuple(p.shape)}{dtype}".encode())
     return checksum.hexdigest()[:16]

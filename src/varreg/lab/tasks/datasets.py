@@ -182,8 +182,8 @@ def locate(source: Source, data_dir: Path | str | None = None) -> Path:
 
 
 def download(source: Source, cache: Path) -> Path:
-    """Download all files from the official source, with a progress bar; return their folder, which
-    appears when it is complete, and not before.
+    """Download all files from the official source, with a progress bar, and return their folder.
+    The folder appears only when it is complete.
     """
     folder = cache / source.folder
     cache.mkdir(parents=True, exist_ok=True)
@@ -212,8 +212,8 @@ def download(source: Source, cache: Path) -> Path:
                             shutil.copyfileobj(member, out)
         except (OSError, ValueError) as error:  # ValueError: a checksum that does not fit
             raise VarregError(
-                f"varreg: {source.folder} is in none of the data folders, and cannot be had from "
-                f"{source.url} ({error}). Put "
+                f"varreg: {source.folder} is in none of the data folders, and cannot be downloaded "
+                f"from {source.url} ({error}). Put "
                 f"{', '.join(source.files)} into a folder {source.folder}/ and name its parent "
                 "with --data-dir or $VARREG_DATA."
             ) from error

@@ -15,9 +15,9 @@ from varreg.lab.tasks.batches import Split as Split
 
 
 class Splits(NamedTuple):
-    """Parameters are fitted to `train`, choices are made on `valid`, and `test` is read once, at
-    the end. Each is a `Split` of tensors, a Dataset, or a DataLoader around one; of the last two, a
-    run has a `DataSplit`.
+    """The data of a task. Parameters are fitted to `train`, choices are made on `valid`, and `test`
+    is read once, at the end. Each is a `Split` of tensors, a Dataset, or a DataLoader around one. A
+    run turns a Dataset or DataLoader into a `DataSplit`.
     """
 
     train: Any
@@ -36,9 +36,9 @@ class Task:
 
     about: str
     load: Callable[[Path | None], Splits]
-    """From a data folder, or None, to the three splits."""
+    """Returns the three splits. Its argument is a data folder, or None."""
     model: Callable[[], nn.Module]
-    """A new model, from torch's random state."""
+    """Returns a new model, initialized from torch's random state."""
     batch: int
     epochs: int
     loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
@@ -46,8 +46,8 @@ class Task:
     accuracy: Callable[[Tensor, Tensor], Tensor] | None = accuracy
     """A function like the loss: a mean over samples. None if the task has no accuracy."""
     stream: Callable[[int, int, int], Split] | None = None
-    """Fresh samples for (seed, step, batch), in place of passes over `train`, which is then only
-    evaluated.
+    """Returns fresh samples for (seed, step, batch size). They replace passes over `train`, which
+    is then used for evaluation only.
     """
     augment: Augmentation | None = None
     """The augmentation of the inputs of training batches; not used for evaluation."""

@@ -20,8 +20,8 @@ from varreg.lab.tasks.randomness import seeded
 
 @functools.cache
 def task(spec: str) -> Task:
-    """Return a task by its name, with options (`stream:spread=2`), or make one by a function of the
-    user's (`package.module:function,option=value`, or `path/to/file.py:function`).
+    """Return a task by its name, with options (`stream:spread=2`), or by a user's function
+    (`package.module:function,option=value`, or `path/to/file.py:function`).
     """
     name, _, rest = spec.partition(":")
     function, _, rest_of_function = rest.partition(",")
@@ -76,7 +76,9 @@ def load(spec: str, data_dir: Path | None) -> Splits:
 
 
 def _checked(spec: str, name: str, split: Any) -> Samples:
-    """Return the split if it is one: two tensors of one length, finite; or a Dataset's."""
+    """Return a split, or raise a VarregError. A split is two finite tensors of the same length; a
+    Dataset or DataLoader becomes a `DataSplit`.
+    """
     where = f"the {name} split of task {spec}"
     if isinstance(split, (Dataset, DataLoader)):
         return DataSplit(split, where)
@@ -92,7 +94,7 @@ def _checked(spec: str, name: str, split: Any) -> Samples:
     if not x.dim() or not y.dim() or len(x) != len(y):
         raise VarregError(
             f"varreg: {where} has inputs of shape {tuple(x.shape)} and targets of shape "
-            f"{tuple(y.shape)}: one of each is needed."
+            f"{tuple(y.shape)}: each sample needs one input and one target."
         )
     for t, word in ((x, "inputs"), (y, "targets")):
         if t.is_floating_point() and not t.isfinite().all():

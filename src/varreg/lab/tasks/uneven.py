@@ -1,7 +1,8 @@
-"""Uneven batches: each comes from one of several sources, which differ in noise or in entropy.
+"""Tasks with uneven batches: each batch comes from one of several sources, which differ in noise or
+in entropy.
 
 This is the case of the paper's theory: the variance changes from batch to batch. With `mixed=True`,
-each sample of a batch has its own source: the same data in even batches.
+each sample of a batch has its own source: the data are the same, but all batches are alike.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ TEXT = Path(__file__).with_name("prose_and_code.xz")
 SEPARATOR = "\0"
 
 Draw = Callable[[torch.Generator, int], Tensor]
-"""From a generator and a number of samples to their sources."""
+"""A function of a generator and a number of samples. It returns the sources of the samples."""
 
 
 def _sources(count: int, mixed: bool) -> Draw:
@@ -53,7 +54,7 @@ def _generator(seed: int, step: int) -> torch.Generator:
 
 
 class _SmallFashion:
-    """Fashion-MNIST at 14 × 14 pixels, some of it, read when it is first needed."""
+    """A part of Fashion-MNIST at 14 × 14 pixels, read when it is first needed."""
 
     def __init__(self) -> None:
         self.train: Split | None = None
@@ -70,8 +71,8 @@ class _SmallFashion:
 
 
 def _halved(split: Split) -> Split:
-    """Return images of half the width and height, each pixel a mean of four, so scaled that a mean
-    square of pixels is about 1.
+    """Return images of half the width and height: each pixel is the mean of four. They are scaled
+    so that the mean square of pixels is about 1.
     """
     return Split(28 * F.avg_pool2d(split.x, 2), split.y)
 

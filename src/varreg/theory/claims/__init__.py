@@ -1,5 +1,5 @@
-"""All claims of the paper in one table: what is said, under which conditions, what was measured,
-and whether it holds.
+"""All claims of the paper in one table: the statement, its conditions, the measured value, and
+whether the claim holds.
 
 A check also has the expected result: that the claim holds, or, for an error in the paper, that it
 does not. `varreg theory` runs all checks.

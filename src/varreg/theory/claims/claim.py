@@ -1,5 +1,5 @@
-"""One claim of the paper, checked: what is said, under which conditions, what was measured, and
-whether it holds.
+"""The check of one claim of the paper: the statement, its conditions, the measured value, and
+whether the claim holds.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def _mended_s0() -> Check:
                             cases.append((value, error, bound_))
     value, error, above_ = min(cases, key=lambda c: c[2] / c[0])
     where = "3 problems, 2 starts, 6 kinds of noise, t = 1 … 40, 1,000 runs each; the tightest"
-    # A tenth more: G² is measured too, with a standard error.
+    # Allow a tenth more, since G² is measured, too, and has a standard error.
     holds = all(v <= b * (1 + 0.1) + 3 * e for v, e, b in cases)
     return Check(
         "Theorem S0, mended", "E[R_t] ≤ 2G²/(l²t)", where, value, "≤", above_, holds, error
@@ -103,7 +103,7 @@ def _corollary() -> list[Check]:
     runs = [
         distances(same, Noise(steady(steps)), same.minimum + 1.0, 500, seed) for seed in range(8)
     ]
-    # The number of steps: for l = L, x_t − x* is the mean of this number of errors.
+    # The number of steps before t: for l = L, x_t − x* is the mean of so many errors.
     before = torch.arange(0, steps, dtype=torch.float64)
     said = "Var(R_t) falls faster than γ² ∝ t^−2: exponent"
     for word, which, expected in (

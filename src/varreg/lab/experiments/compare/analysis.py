@@ -91,8 +91,8 @@ def _finite(value: float) -> float:
 
 
 def broken(runs: list[dict[str, Any]]) -> list[bool]:
-    """Return which runs broke: those that diverged, and those whose training loss at the end is
-    worse by more than half of the median run's gain.
+    """Return for each run whether it broke: it diverged, or at its end it had lost more than half
+    of the median run's gain in training loss.
     """
     ends = [final(run, "train_loss") for run in runs]
     middle = statistics.median(ends) if ends else math.nan

@@ -93,7 +93,7 @@ def check_saved_options(options: dict[str, Any], where: str) -> None:
 def check_saved_numbers(trials: tuple[Any, ...]) -> None:
     """Raise a VarregError unless all values are numbers of trials."""
     if not all(map(schema.is_positive, trials)):
-        raise VarregError("varreg: a comparison has numbers of trials that are none.")
+        raise VarregError("varreg: a comparison has numbers of trials that are not positive.")
 
 
 def _is_word(value: Any) -> bool:

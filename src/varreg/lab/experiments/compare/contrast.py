@@ -9,7 +9,7 @@ from varreg.lab.experiments.compare.estimates import Estimate, mean_difference, 
 
 METRICS = ("train_loss", "valid_loss", "test_loss", "test_accuracy")
 PRIMARY = "test_loss"
-"""The metric of the verdict, declared before."""
+"""The metric of the verdict, fixed before any run."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""A fair comparison: an equal budget, declared before; tuned on one split and some seeds, judged on
-others.
+"""A fair comparison: all optimizers have an equal budget, fixed in advance. They are tuned on one
+split with some seeds, and judged on another split with other seeds.
 
-Every optimizer gets the same number of trials, a logarithmic grid of learning rates, and of s where
-it has one. The best, by the validation loss at the end, mean over the tuning seeds, is run again
-with fresh seeds, the same for all, so that differences are paired. The test split is read once, at
-the end of those.
+Every optimizer gets the same number of trials on a logarithmic grid of learning rates, and of s if
+it has one. The best trial has the lowest validation loss at the end, averaged over the tuning
+seeds. It is run again with fresh seeds, the same for all optimizers, so that differences are
+paired. The test split is read once, at the end of these runs.
 """
 
 from __future__ import annotations
@@ -44,26 +44,28 @@ class Comparison(TrainingExperiment):
     tuning_seeds: int = 2
     seeds: int = 10
     epochs: int = 0
-    """0: as many as the task says; batch too."""
+    """0: the task's own number; so for `batch`."""
     batch: int = 0
     ablations: bool = True
     recipe: dict[str, Any] = field(default_factory=dict)
-    """Options of all optimizers that do not have their own: how they train (`Recipe`), and others
-    that all of them take, as weight_decay.
+    """Options of all optimizers that do not have their own: those of a `Recipe`, and others that
+    all optimizers take, such as weight_decay.
     """
     schedules: tuple[str, ...] = ()
-    """Tuned with the learning rate, in the same budget; none: that of the recipe."""
+    """Schedules that are tuned with the learning rate, in the same budget; if empty, the recipe's
+    schedule is used.
+    """
     tried: tuple[int, ...] = ()
-    """Numbers of trials that were asked for before, in the same folder: all are kept."""
+    """Earlier numbers of trials in the same folder: all their trials are kept."""
 
     kind = "compare"
     growing = ("seeds", "tuning_seeds", "trials")
 
     def __post_init__(self) -> None:
-        """Check the arguments of a person. They may name a user's task, which is imported."""
+        """Check arguments that a person gave. They may name a user's task, which is imported."""
         budget.check_budget(self)
         object.__setattr__(self, "recipe", {**lookup.task(self.task).recipe, **self.recipe})
-        # What is saved has both, and does not depend on the task's code any more.
+        # Saved arguments have both numbers, and so do not depend on the task's code.
         if not self.epochs or not self.batch:
             task = lookup.task(self.task)
             object.__setattr__(self, "epochs", self.epochs or task.epochs)
@@ -83,7 +85,7 @@ class Comparison(TrainingExperiment):
     def of(cls, saved: dict[str, Any]) -> Comparison:
         """Return the comparison of saved arguments, from a file that may be someone else's.
 
-        Nothing is imported, built or called: `__post_init__` is not for files.
+        Nothing is imported, built or called: `__post_init__` does not run.
         """
         saved = {**budget.LATER, **saved}
         if fault := schema.table_fault(saved, budget.SAVED, only=True):
@@ -103,12 +105,14 @@ class Comparison(TrainingExperiment):
         return made
 
     def arguments(self) -> dict[str, Any]:
-        """Return all that the plan depends on, but what is empty and was not there once."""
+        """Return all arguments that the plan depends on. Leave out arguments that earlier versions
+        did not have, if they are empty.
+        """
         saved = asdict(self)
         return {k: v for k, v in saved.items() if v or k not in budget.LATER}
 
     def extending(self, saved: dict[str, Any]) -> Comparison:
-        """Return this comparison with all trials of what is saved, if it asks for more of them."""
+        """Return this comparison with all trials of the saved one, if it has more trials."""
         before = {*saved.get("tried", ()), saved["trials"]} - {self.trials}
         return dataclasses.replace(self, tried=tuple(sorted(before)))
 
@@ -168,7 +172,7 @@ class Comparison(TrainingExperiment):
         return distinct(trials + [configs[i] for i in range(self.seeds) for configs in arms])
 
     def size(self) -> int:
-        """Return how many runs there will be."""
+        """Return the number of runs."""
         ablated = (
             sum(optimizers.entry(optimizers.parse(spec)[0]).regularized for spec in self.optimizers)
             * 3
@@ -179,10 +183,10 @@ class Comparison(TrainingExperiment):
             + (len(self.optimizers) + ablated) * self.seeds
         )
 
-    # ---- what it says
+    # ---- the report
 
     def analyze(self, results: Results) -> Findings:
-        """Return what the results say."""
+        """Return the findings from the results."""
         return analysis.analyze(self, results)
 
     def terminal_table(self, findings: Findings) -> str:
@@ -190,5 +194,5 @@ class Comparison(TrainingExperiment):
         return page.terminal_table(findings)
 
     def page(self, results: Results, findings: Findings, about: str) -> Page:
-        """Return the page that shows it."""
+        """Return the page that shows the findings."""
         return page.page_of(self, results, findings, about or f"Task {self.task}")

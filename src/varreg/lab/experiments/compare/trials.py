@@ -15,7 +15,7 @@ FRESH = 1000
 LOG_EVERY = 20
 """Steps between two measurements of λ, ρ and the noise."""
 TARGET_AT = 0.75
-"""The target is the best that the tuned base reached in this part of its budget."""
+"""The target is the lowest validation loss of the tuned base in this part of its budget."""
 
 
 class Trial(NamedTuple):
@@ -38,7 +38,7 @@ class Arm(NamedTuple):
 
 
 def ablations_of(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the ablations' names and options; one that would change nothing is left out."""
+    """Return the names and options of ablations. Leave out one that would change nothing."""
     words = {"mean": "λ replaced by its mean", "shuffled": "λ shuffled"}
     hows = [how for how in ABLATIONS if not (how == "shuffled" and options.get("per") == "model")]
     return {"s = 0": {**options, "s": 0.0}} | {

@@ -48,7 +48,9 @@ def sentences(
 
 
 def final_words(c: Contrast, a: dict[str, Any], b: dict[str, Any]) -> tuple[str, str]:
-    """Return better, worse, same or unknown, and the sentence, over the seeds that both have."""
+    """Return "better", "worse", "same" or "unknown", and the sentence that says so. Only seeds that
+    both arms have count.
+    """
     seeds = shared_seeds(a, b)
     if any(pick(a, "lost", seeds) + pick(b, "lost", seeds)):
         return lost_words(c, pick(a, "lost", seeds), pick(b, "lost", seeds))
@@ -89,8 +91,8 @@ def final_words(c: Contrast, a: dict[str, Any], b: dict[str, Any]) -> tuple[str,
 
 
 def lost_words(c: Contrast, a: list[bool], b: list[bool]) -> tuple[str, str]:
-    """Return the same if runs diverged: by a sign test over the pairs of which exactly one
-    diverged.
+    """Return the same for arms with runs that diverged, by a sign test over the pairs in which
+    exactly one run diverged.
     """
     worse, better = (
         sum(x and not y for x, y in zip(a, b, strict=True)),
@@ -134,7 +136,7 @@ def speed_words(c: Contrast, a: dict[str, Any], b: dict[str, Any], goal: float) 
 
 
 def mean_ablation(arm: str, ablations: list[Contrast]) -> Estimate | None:
-    """Return the difference to λ replaced by its mean."""
+    """Return the difference between an arm and its ablation with the mean of λ."""
     return next(
         (
             c.differences.get(PRIMARY)

@@ -20,7 +20,7 @@ METRICS = ("train_loss", "train_accuracy", "test_loss", "test_accuracy")
 
 
 ENOUGH = 2
-"""Seeds, and epochs, below which nothing is said to reproduce."""
+"""The smallest number of seeds, and of epochs, from which a reproduction is concluded."""
 
 
 def analyze(reproduction: Reproduction, results: Results) -> Findings:
@@ -86,7 +86,7 @@ def _count(n: int, what: str) -> str:
 
 
 def verdict(arms: list[dict[str, Any]]) -> dict[str, str]:
-    """Return what reproduces, and what explains it."""
+    """Return the verdict: whether the paper's claim reproduces, and what explains it."""
     sgd, printed, averaged, control = arms
     if any(arm["diverged"] for arm in arms):
         counts = "; ".join(

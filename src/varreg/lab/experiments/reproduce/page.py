@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Original(NamedTuple):
-    """One of the paper's experiments, and what it shows."""
+    """One of the paper's experiments, and its figures."""
 
     data: str
     model: str

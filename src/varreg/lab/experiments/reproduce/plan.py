@@ -53,7 +53,7 @@ class Reproduction(TrainingExperiment):
         return cls(**saved)
 
     def arguments(self) -> dict[str, Any]:
-        """Return all that the plan depends on."""
+        """Return all arguments that the plan depends on."""
         return asdict(self)
 
     def about(self) -> str:
@@ -93,12 +93,12 @@ class Reproduction(TrainingExperiment):
         arms = self.configs_by_arm(results).values()
         return [configs[seed] for seed in range(self.seeds) for configs in arms]
 
-    # ---- what it says
+    # ---- the report
 
     def analyze(self, results: Results) -> Findings:
-        """Return what the results say."""
+        """Return the findings from the results."""
         return analysis.analyze(self, results)
 
     def page(self, results: Results, findings: Findings, about: str) -> Page:
-        """Return the page that shows it."""
+        """Return the page that shows the findings."""
         return page.page_of(self, results, findings)

@@ -30,7 +30,7 @@ def page_of(experiment: Scaling, results: Results, findings: Findings, about: st
     """Return the page."""
     title = {
         "plan": f"Other batches as the noise scale plans them, on {experiment.task}",
-        "adascale": f"AdaScale and what is beside it, on {experiment.task}",
+        "adascale": f"AdaScale, simple rules and tuning again, on {experiment.task}",
     }[experiment.question]
     budget = (
         f"{experiment.optimizer}, tuned at a batch of {experiment.batch} for {experiment.epochs} "

@@ -1,10 +1,10 @@
-"""A learning rate is tuned at a base batch. Larger batches then train for the number of steps that
-the noise scale plans, or that AdaScale takes by itself.
+"""Go from a base batch to larger ones. A learning rate is tuned at the base batch. Larger batches
+then train for the number of steps that the noise scale plans, or that AdaScale takes by itself.
 
-They are compared, at the same number of steps, with rules that cost nothing (the base's learning
-rate, the square-root rule and the linear rule, with and without warm-up), and with a learning rate
-that is tuned again, which costs most. All are judged on the same fresh seeds, so that differences
-are paired.
+They are compared, at the same number of steps, with rules that cost nothing: the base's learning
+rate, the square-root rule, and the linear rule with and without warm-up. And they are compared with
+a learning rate that is tuned again, which costs most. All are judged on the same fresh seeds, so
+that differences are paired.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WARMUP = 0.05
 """The part of all steps in which the learning rate rises, in the arms with warm-up."""
 LOG_EVERY = 10
 PARTS = 10
-"""The noise scale is averaged over each tenth of training, and a plan made for each."""
+"""Training is divided into this number of parts. Each has its own noise scale and plan."""
 SAVED: dict[str, schema.Check] = {
     "question": schema.is_text,
     "task": schema.is_text,
@@ -49,7 +49,7 @@ class Arm(NamedTuple):
 
     name: str
     scale: int
-    """Of its batch; 1 is the base."""
+    """Its batch over the base batch; 1 is the base."""
     configs: list[Config]
 
 
@@ -66,16 +66,16 @@ def planned_part(noise_scale: float, batch: float, base: float) -> float:
 
 @dataclass(frozen=True)
 class Scaling(TrainingExperiment):
-    """The arguments of the experiment: what is scaled and with which budget."""
+    """The arguments of the experiment: task, optimizer, batches and budget."""
 
     question: str
     task: str = "digits"
     optimizer: str = "SGD:momentum=0.9,schedule=cosine"
     batch: int = 8
-    """Of the base."""
+    """The base batch."""
     scales: tuple[int, ...] = (4, 16, 64)
     epochs: int = 0
-    """Of the base; 0: as many as the task says."""
+    """The epochs of the base; 0: the task's own number."""
     trials: int = 7
     lr: tuple[float, float] | None = None
     tuning_seeds: int = 2
@@ -84,7 +84,7 @@ class Scaling(TrainingExperiment):
     kind = "scaling"
 
     def __post_init__(self) -> None:
-        """Check the arguments of a person."""
+        """Check arguments that a person gave."""
         if self.question not in QUESTIONS:
             raise VarregError(
                 f"varreg: the question must be {' or '.join(QUESTIONS)}; got {self.question!r}."
@@ -120,7 +120,10 @@ class Scaling(TrainingExperiment):
         for key, value in saved.items():
             object.__setattr__(made, key, tuple(value) if isinstance(value, list) else value)
         if not all(map(schema.is_positive, made.scales)) or made.question not in QUESTIONS:
-            raise VarregError("varreg: an experiment on scaling has other scales than there are.")
+            raise VarregError(
+                "varreg: an experiment on scaling has an unknown question, or scales that are not "
+                "positive."
+            )
         each = 2 * made.trials * made.tuning_seeds + 8 * made.seeds
         if each * len(made.scales) > schema.RUNS:
             raise VarregError(f"varreg: an experiment has more than {schema.RUNS:,} runs.")
@@ -130,7 +133,7 @@ class Scaling(TrainingExperiment):
         return made
 
     def arguments(self) -> dict[str, Any]:
-        """Return all that the plan depends on."""
+        """Return all arguments that the plan depends on."""
         return asdict(self)
 
     def about(self) -> str:
@@ -176,8 +179,8 @@ class Scaling(TrainingExperiment):
         return [Trial(x, options, self._tuning(x, batch, **options)) for x in grid]
 
     def probes(self, lr: float) -> dict[int, list[Config]]:
-        """Return the runs, with the tuning seeds, that say how many steps each scale takes: of the
-        base with its noise measured, or of AdaScale.
+        """Return runs with the tuning seeds that show how many steps each scale takes: runs of the
+        base with its noise measured, or runs of AdaScale.
         """
         if self.question == "plan":
             return {1: self._tuning(lr, self.batch, noise=True)}
@@ -200,7 +203,9 @@ class Scaling(TrainingExperiment):
         return max(1, math.ceil(total * statistics.fmean(parts)))
 
     def _base_runs(self, lr: float) -> dict[int, list[Config]]:
-        """Return runs of the base whose number of steps is known first."""
+        """Return the runs of the base that are needed anyway; they have the base's number of
+        steps.
+        """
         return self.probes(lr) if self.question == "plan" else {1: self._tuning(lr, self.batch)}
 
     def noise_scales(self, lr: float, results: Results) -> list[float]:
@@ -227,9 +232,7 @@ class Scaling(TrainingExperiment):
         return chosen if score(chosen, results) < math.inf else None
 
     def variants(self, scale: int, lr: float, results: Results) -> dict[str, dict[str, Any]]:
-        """Return the arms that are tuned again at a scale: names, with the options of their
-        runs.
-        """
+        """Return the arms that are tuned again at a scale: the options of their runs, by name."""
         steps = self.steps(scale, lr, results)
         if self.question == "adascale":
             return {
@@ -306,17 +309,17 @@ class Scaling(TrainingExperiment):
         return distinct(tuning + arms)
 
     def size(self) -> int:
-        """Return how many runs there will be."""
+        """Return the approximate number of runs."""
         adascale = self.question == "adascale"
         probes = len(self.scales) if adascale else 1
         arms = len(self.scales) * (7 if adascale else 3) + 1
         tuned = self.trials * (1 + 2 * len(self.scales)) + probes
         return tuned * self.tuning_seeds + arms * self.seeds
 
-    # ---- what it says
+    # ---- the report
 
     def analyze(self, results: Results) -> Findings:
-        """Return what the results say."""
+        """Return the findings from the results."""
         return analysis.analyze(self, results)
 
     def terminal_table(self, findings: Findings) -> str:
@@ -324,5 +327,5 @@ class Scaling(TrainingExperiment):
         return page.terminal_table(findings)
 
     def page(self, results: Results, findings: Findings, about: str) -> Page:
-        """Return the page that shows it."""
+        """Return the page that shows the findings."""
         return page.page_of(self, results, findings, about or f"Task {self.task}")

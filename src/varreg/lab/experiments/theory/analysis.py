@@ -60,5 +60,5 @@ def analyze(results: Computed) -> Findings:
         "verdict": [{"kind": kind, "headline": headline, "speed": "", "why": why}],
         "warnings": warnings,
         "unexpected": len(wrong),
-        **{part.name: results[part.name] for part in PARTS},  # and nothing else that a file holds
+        **{part.name: results[part.name] for part in PARTS},  # leave out anything else in the file
     }

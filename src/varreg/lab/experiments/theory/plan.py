@@ -1,5 +1,5 @@
-"""`varreg theory`: all checks, the regularizers against the best one in hindsight, and what figures
-need, as one saved result.
+"""`varreg theory`: all checks, the comparison of regularizers with the best one in hindsight, and
+the points of figures, in one saved result.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REMEDY = "Restore it; or delete it, and run `varreg theory` again."
 
 @dataclass(frozen=True)
 class Theory:
-    """The parts of `varreg theory`. There is nothing to choose."""
+    """The experiment `varreg theory`. It has no arguments."""
 
     kind = "theory"
 
@@ -53,17 +53,17 @@ class Theory:
         return results
 
     def analyze(self, results: Computed) -> Findings:
-        """Return what the results say."""
+        """Return the findings from the results."""
         return analysis.analyze(results)
 
     def page(self, results: Computed, findings: Findings, about: str) -> Page:
-        """Return the page that shows it."""
+        """Return the page that shows the findings."""
         return page.page_of(findings)
 
     @contextlib.contextmanager
     def guard(self, folder: Path) -> Iterator[None]:
-        """Turn any error inside of the `with` block into one of a damaged file: the block only
-        computes and draws with the contents of the file.
+        """Turn any error inside of the `with` block into a `DamagedError`. The block only uses the
+        contents of the file, so the file must be the cause.
         """
         try:
             yield
@@ -74,8 +74,8 @@ class Theory:
 
 
 def carry_out(folder: Path, command: list[str], ended: Callable[[str, float], None]) -> Computed:
-    """Compute all parts and save them; `ended` is called with each part's name and its seconds,
-    0 if it was there.
+    """Compute all parts, save them, and return them. `ended` is called with each part's name and
+    its seconds; 0 if the part was saved before.
 
     Each part is saved when it ends. If a command was stopped, the same command continues with the
     saved parts, if versions and machine are the same.
@@ -90,7 +90,7 @@ def carry_out(folder: Path, command: list[str], ended: Callable[[str, float], No
         about = environment()
         results = _kept(partial, about)
         threads = torch.get_num_threads()
-        # Tensors are small: a second thread would cost more than it helps.
+        # Tensors are small: more threads would be slower.
         torch.set_num_threads(1)
         try:
             for part in Theory().plan({}):
