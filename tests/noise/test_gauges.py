@@ -85,8 +85,7 @@ def test_uneven_micro_batches_have_the_gauges_of_the_whole_batch(sizes):
 def test_against_backpack():
     backpack = pytest.importorskip(
         "backpack",
-        reason="BackPACK is not installed: pip install --no-deps backpack-for-pytorch, and "
-        "einops, opt-einsum, unfoldNd",
+        reason="BackPACK is not installed: pip install --no-deps backpack-for-pytorch",
     )
     from backpack.extensions import BatchGrad
 
