@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from benchmarks.keep import shrink
-from varreg.lab.bench.plan import EXACT, PLAIN
+from varreg.lab.bench.bench_plan import EXACT, PLAIN
 from varreg.lab.report.style import COLORS, STYLE, save
 
 GROUPS = "groups=8"

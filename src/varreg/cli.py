@@ -336,7 +336,7 @@ def bench(
     look_here(model, batch, loss)
     say("bench: the moments are checked first, then steps are timed")
     from varreg.lab.bench.bench import conduct
-    from varreg.lab.bench.plan import plan
+    from varreg.lab.bench.bench_plan import plan
     from varreg.lab.bench.user_workload import workload_of_command
 
     user = workload_of_command(model, batch, loss, input, classes, batch_size)

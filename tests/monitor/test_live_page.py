@@ -15,7 +15,7 @@ from tests.support import browser as browsers
 from varreg.monitor import read
 from varreg.monitor.journal import Journal
 from varreg.monitor.journal import read as read_log
-from varreg.monitor.page import html
+from varreg.monitor.live_page import html
 
 needs_browser = pytest.mark.skipif(browsers.PROGRAM is None, reason="needs Chromium")
 
@@ -236,7 +236,7 @@ def test_the_page_needs_no_network(page):
 def test_the_library_is_the_one_that_is_recorded():
     import hashlib
 
-    from varreg.monitor.page import ASSETS
+    from varreg.monitor.live_page import ASSETS
 
     folder = ASSETS / "uplot"
     notice = (folder / "README.md").read_text()
