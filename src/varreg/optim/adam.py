@@ -13,7 +13,7 @@ from varreg.native import contract
 from varreg.optim import increments
 from varreg.optim.base import Regularized
 from varreg.optim.increments import Increment, Kernel
-from varreg.optim.step import ParameterStep
+from varreg.optim.parameter_step import ParameterStep
 
 Numerator = tuple[Tensor, Tensor, Tensor, float]
 """The numerator n, its variance N, its covariance sum C with the denominator, and the bias

@@ -20,7 +20,7 @@ from varreg.parallel.shards import local
 from varreg.thresholds import PARALLEL, ROOM
 
 if TYPE_CHECKING:
-    from varreg.optim.step import ParameterStep
+    from varreg.optim.parameter_step import ParameterStep
 
 
 class UnmeasuredError(Exception):

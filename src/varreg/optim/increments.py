@@ -39,7 +39,7 @@ from varreg.options import Options
 from varreg.thresholds import BRACKET
 
 if TYPE_CHECKING:
-    from varreg.optim.step import ParameterStep
+    from varreg.optim.parameter_step import ParameterStep
 
 
 @dataclass(frozen=True)

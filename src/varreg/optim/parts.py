@@ -27,7 +27,7 @@ from varreg.thresholds import (
 )
 
 if TYPE_CHECKING:
-    from varreg.optim.step import ParameterStep
+    from varreg.optim.parameter_step import ParameterStep
 
 ON_CPU = SMALL_PARAMETER, sys.maxsize, LARGE_PARAMETER
 ON_DEVICE = DEVICE_SMALL, DEVICE_JOINED, DEVICE_LARGE

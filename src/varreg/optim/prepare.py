@@ -17,7 +17,7 @@ from varreg.optim.state import CALIBRATION, COUNT, HISTORY, STEPS, is_wide, narr
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from varreg.optim.step import ParameterStep
+    from varreg.optim.parameter_step import ParameterStep
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from varreg.native.contract import Task
 from varreg.optim.state import COUNT
 
 if TYPE_CHECKING:
-    from varreg.optim.step import ParameterStep
+    from varreg.optim.parameter_step import ParameterStep
 
 
 class RepeatedLambda(NamedTuple):

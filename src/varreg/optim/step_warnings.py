@@ -21,7 +21,7 @@ from varreg.thresholds import LAMBDA_EVERY, LAMBDA_LOOKS, LARGE_LAMBDA, SIMILAR
 
 if TYPE_CHECKING:
     from varreg.optim.base import Regularized
-    from varreg.optim.step import ParameterStep
+    from varreg.optim.parameter_step import ParameterStep
 
 _USER = 8
 """`stacklevel` of a user's call of step(), through two frames of torch.compile."""

@@ -12,7 +12,7 @@ from varreg.errors import VarregError
 from varreg.optim.base import Regularized
 from varreg.optim.group_options import check_group
 from varreg.optim.increments import Increment
-from varreg.optim.step import ParameterStep
+from varreg.optim.parameter_step import ParameterStep
 from varreg.optim.step_warnings import warn_typos
 from varreg.options import DEFAULTS
 
