@@ -83,7 +83,7 @@ class VRSGD(Regularized, torch.optim.SGD):
     is part of the increment and has no variance.
 
     The arguments are those of `torch.optim.SGD`, then the keyword-only ones of the regularizer:
-    `varreg.regularizer.Options`.
+    `varreg.options.Options`.
 
     >>> import varreg
     >>> model = torch.nn.Linear(2, 1)
