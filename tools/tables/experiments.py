@@ -64,7 +64,7 @@ def _when_and_where(saved: Saved) -> tuple[str, str]:
         return f"with varreg {about['commit'][:7]}" if about["commit"] else "", where
     if "date" in saved:
         return saved["date"], saved["machine"]
-    said = str(saved.get("measured") or saved["about"])
+    said = re.sub(r", \d+ threads$", "", str(saved.get("measured") or saved["about"]))  # is in it
     date = re.match(r"(\d{4}-\d\d-\d\d), ", said)
     return (date[1], said[date.end() :]) if date else ("", said)
 
