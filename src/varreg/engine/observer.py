@@ -55,7 +55,7 @@ def observe(
         norms: Also store the norm of each sample's gradient, for `observer.norms()`. It cannot be
             combined with `groups`.
         per: `"element"` keeps mean and variance of each element of a parameter. `"tensor"` and
-            `"model"` keep their sums over elements alone, which cost almost nothing:
+            `"model"` keep their sums over elements alone; what that saves depends on the model.
             `varreg.moments(p)` is then a `Totals`. `NoiseScale`, `AdaScale`, `summary()` and
             optimizers with the same `per` need no more.
 

@@ -124,7 +124,7 @@ class VRAdam(_Adam, torch.optim.Adam):
     docs say how accurate they are.
 
     The arguments are those of `torch.optim.Adam`, then the keyword-only ones of the regularizer:
-    `varreg.regularizer.Options`, and `variance`: `"simplified"` or `"direct"`.
+    `varreg.options.Options`, and `variance`: `"simplified"` or `"direct"`.
     """
 
 

@@ -83,9 +83,9 @@ class VRSGD(Regularized, torch.optim.SGD):
     is part of the increment and has no variance.
 
     The arguments are those of `torch.optim.SGD`, then the keyword-only ones of the regularizer:
-    `varreg.regularizer.Options`.
+    `varreg.options.Options`.
 
-    >>> import varreg
+    >>> import torch, varreg
     >>> model = torch.nn.Linear(2, 1)
     >>> observer = varreg.observe(model)
     >>> optimizer = varreg.VRSGD(model.parameters(), lr=0.1, momentum=0.9, s=2.0)

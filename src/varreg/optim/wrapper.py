@@ -42,10 +42,10 @@ class VarianceRegularized(Regularized):
     `state_dict()` is complete. Attributes that it does not have are looked up in the base
     (`VarianceRegularized(schedule_free).eval()`).
 
-    >>> import varreg
+    >>> import torch, varreg
     >>> model = torch.nn.Linear(2, 1)
     >>> observer = varreg.observe(model)
-    >>> optimizer = VarianceRegularized(torch.optim.RAdam(model.parameters(), lr=0.1), s=2.0)
+    >>> optimizer = varreg.VarianceRegularized(torch.optim.RAdam(model.parameters(), lr=0.1), s=2.0)
     >>> model(torch.randn(8, 2)).square().mean().backward()
     >>> optimizer.step()
     >>> optimizer.lambda_of(model.bias).tolist()  # the first step has no history but itself

@@ -43,8 +43,10 @@ def register_rule(module_type: type[nn.Module]) -> Callable[[ModuleRule], Module
     dimension 0. It returns a dict with a tensor `[batch, *parameter.shape]` for the name of each
     parameter, whose sum over the batch is the gradient. Most modules need no rule: the engine
     follows their operations. A rule is for a module that hides its operations (in a custom
-    `torch.autograd.Function`, or a compiled kernel), or for more speed. It applies to exactly this
-    type, not to subclasses.
+    `torch.autograd.Function`, or a compiled kernel), or for more speed.
+
+    Args:
+        module_type: The type of the modules. The rule is not used for its subclasses.
 
     >>> import torch, varreg
     >>> class Scale(torch.nn.Module):
@@ -61,6 +63,7 @@ def register_rule(module_type: type[nn.Module]) -> Callable[[ModuleRule], Module
     >>> model(torch.tensor([[1.0, 2.0], [3.0, 2.0]])).sum(1).mean().backward()
     >>> varreg.moments(model.weight).variance.tolist()
     [1.0, 0.0]
+
     """
     if not (isinstance(module_type, type) and issubclass(module_type, nn.Module)):
         raise VarregError(
