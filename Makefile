@@ -89,6 +89,11 @@ $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 # The peers are installed without their dependencies: one of them asks for torchvision, which would replace torch.
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e ".[dev]"
+	$(PIP) --no-deps backpack-for-pytorch
+	@touch $@
+
 $(VENV)/.bench: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e ".[bench]"
 	$(PIP) --no-deps backpack-for-pytorch opacus

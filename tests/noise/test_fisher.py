@@ -144,8 +144,7 @@ def test_positions_of_a_sample_are_one_gradient():
 def test_against_backpack():
     backpack = pytest.importorskip(
         "backpack",
-        reason="BackPACK is not installed: pip install --no-deps backpack-for-pytorch, and "
-        "einops, opt-einsum, unfoldNd",
+        reason="BackPACK is not installed: pip install --no-deps backpack-for-pytorch",
     )
     from backpack.extensions import SumGradSquared
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -33,6 +35,16 @@ def test_the_fisher_is_that_of_one_process(several, kind):
     for rank in several:
         assert rank["fisher"][kind].keys() == alone.keys()
         torch.testing.assert_close(rank["fisher"][kind], alone, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=NEEDS_FSDP)])
+def test_the_gauges_are_those_of_one_process(several, kind):
+    alone = noise_ranks.gauges_of(0, 1, "alone")
+    assert any(map(math.isfinite, alone["noise_scale"]))
+    for rank in several:
+        found = rank["gauges"][kind]
+        assert {*alone} - {*found} == ({"λ"} if kind == "fsdp" else set())
+        torch.testing.assert_close(found, {name: alone[name] for name in found}, **CLOSE)
 
 
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=NEEDS_FSDP)])

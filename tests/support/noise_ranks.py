@@ -42,6 +42,31 @@ def trained(rank: int, world: int, kind: str):
     }
 
 
+GAUGES = ("norm_test", "gsnr", "evidence", "noise_scale", "noise_scale_l1")
+
+
+def gauges_of(rank: int, world: int, kind: str):
+    """The gauges of the second of two steps, with two micro-batches each: those of the model, and
+    those of each parameter.
+    """
+    net = model()
+    outer = distributed(net, world, kind)
+    varreg.observe(net)
+    optimizer = varreg.VRSGD(net.parameters(), lr=0.1)
+    for t in range(2):
+        optimizer.zero_grad()
+        parts = [share(PARTS * t + i, rank, world) for i in range(PARTS)]
+        backward_in_parts(net, outer, kind, parts)
+        found = [varreg.moments(p) for p in net.parameters()]
+        each = [found, *(m for m in found if m is not None)]  # of the model, of each parameter
+        values = {name: [*map(getattr(varreg.gauges, name), each)] for name in GAUGES}
+        values["cabs"] = [varreg.gauges.cabs(m, 0.1, 2.5) for m in each]
+        optimizer.step()
+    if kind != "fsdp":  # that of sharded parameters is of this rank's shards
+        values["λ"] = [varreg.gauges.effective_lambda(optimizer)]
+    return values
+
+
 def norms_of(rank: int, world: int, kind: str):
     """The norms of this rank's own samples, two micro-batches to a step, in the second step."""
     net = model()
@@ -103,6 +128,7 @@ def together(rank: int, world: int):
     return {
         **{kind: trained(rank, world, kind) for kind in kinds},
         "fisher": {kind: fisher_of(rank, world, kind) for kind in kinds},
+        "gauges": {kind: gauges_of(rank, world, kind) for kind in kinds},
         "norms": {kind: norms_of(rank, world, kind) for kind in kinds},
         "cleared late": [cleared_late(rank, world, how) for how in (True, False)],
         "said": not_synchronised(rank, world),

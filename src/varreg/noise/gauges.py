@@ -4,6 +4,9 @@ A gauge takes the moments that `varreg.moments(p)` returns: those of one paramet
 of all parameters. It ignores None. With m samples, s² = m/(m−1)·v² is the unbiased variance of one
 sample's gradient, tr Σ its sum over all elements, and |Ĝ|² = |ḡ|² − tr Σ/m.
 
+Several micro-batches and several processes have the gauges of the whole batch. If parameters are
+sharded, all ranks must call a gauge, since it adds up over them.
+
 >>> import torch, varreg
 >>> layer = torch.nn.Linear(1, 1, bias=False)
 >>> observer = varreg.observe(layer)
@@ -108,7 +111,7 @@ def effective_lambda(optimizer: Regularized) -> float:
 
     Good for: measuring by which factor λ made the whole step longer. SGD with a learning rate
     larger by this factor is the control for any gain. Not for: comparing layers of different
-    curvature.
+    curvature. If parameters are sharded, it is that of this rank's shards.
     """
     if not hasattr(optimizer, "lambda_summary"):
         raise VarregError(
