@@ -74,7 +74,7 @@ def _(c: Dense) -> Tensor:
 
 @squared.register
 def _(c: Bias) -> Tensor:
-    return squared(c.make())
+    return squared(c.made)
 
 
 @squared.register

@@ -7,6 +7,7 @@ Letters as in contribution.py. `squared` in sample_norms.py has |c_i|² of each 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -74,52 +75,12 @@ def _(c: Dense, with_total: bool) -> Measured:
 
 @measured.register
 def _(c: Weight, with_total: bool) -> Measured:
-    source = c.source()
-    if source is None or source.is_cpu:
-        both = c.sums_in_one_pass(spread) if has_kernels() and c.partition.batch else None
-        if both is None:
-            return _in_chunks(c, with_total)
-        c.bias_sums = None if both.bias is None else tuple(both.bias)
-        return both.total.view(c.shape), both.square.sum()
-    total, square, *copies = c.sums()
-    if square is None:
-        return total, 0.0
-    square_pending_roots()
-    return copies[0] if copies else total, square.sum(dtype=widest(square).dtype)
-
-
-@measured.register
-def _(c: Stacked, with_total: bool) -> Measured:
-    return measured(Dense(c.partition, c.values[0]), with_total)
-
-
-@measured.register
-def _(given: Outer, with_total: bool) -> Measured:
-    c = given
-    dtype = stat_dtype(c.delta.dtype)
-    if c.delta.dtype != dtype or c.a.dtype != dtype:
-        c = Outer(c.partition, c.delta.to(dtype), c.a.to(dtype), c.shape, c.with_bias)
-    (b, r, o), i = c.delta.shape, c.a.shape[2]
-    if not b:
-        return None, 0.0
-    if r == 1 and c.delta.is_cpu and has_kernels():
-        delta, a = c.delta[:, 0], c.a[:, 0]
-        if (found := native.single(delta, a)) is not None:
-            given.bias_spread = found[1]
-            return (delta.t() @ a).view(c.shape) if with_total else None, found[0]
-    if r == 1 or 2 * r * (o + i) < o * i:  # Gram matrices are cheap
-        return c.total() if with_total else None, squared(c).sum()
-    return measured.dispatch(Weight)(c, with_total)
+    return measured_with_bias(c, with_total)[0]
 
 
 @measured.register
 def _(c: Bias, with_total: bool) -> Measured:
-    both, alone = c.weight.bias_sums, c.weight.bias_spread
-    if alone is not None:
-        return c.make().total() if with_total else None, alone
-    if both is None:
-        return measured(c.make(), with_total)
-    return both[0], both[1].sum(dtype=widest(both[1]).dtype)
+    return measured(c.made, with_total)
 
 
 @measured.register
@@ -137,3 +98,54 @@ def _(c: SparseRows, with_total: bool) -> Measured:
         assert square is not None
         return total, square.sum(dtype=widest(square).dtype)
     return c.total() if with_total else None, squared(c).sum()
+
+
+# ---- weights, whose biases are measured in the same pass -----------------------------------------
+
+
+@functools.singledispatch
+def measured_with_bias(c: Any, with_total: bool = True) -> tuple[Measured, Measured | None]:
+    """Return S, if it is wanted, and ΣW of a weight; and S and ΣW of its bias, or None if there is
+    no bias, or if it has to be measured by itself.
+    """
+    source = c.source()
+    if source is None or source.is_cpu:
+        both = c.sums_in_one_pass(spread) if has_kernels() and c.partition.batch else None
+        if both is None:
+            return _in_chunks(c, with_total), None
+        weight: Measured = both.total.view(c.shape), both.square.sum()
+        return weight, None if both.bias is None else _summed_up(both.bias)
+    (total, square, *copies), bias = c.sums_with_bias()
+    if square is None:
+        return (total, 0.0), None
+    square_pending_roots()
+    weight = copies[0] if copies else total, square.sum(dtype=widest(square).dtype)
+    return weight, None if bias is None else _summed_up(bias)
+
+
+def _summed_up(sums: Sequence[Tensor] | Tensor) -> Measured:
+    """Return S and ΣW, from S and W."""
+    return sums[0], sums[1].sum(dtype=widest(sums[1]).dtype)
+
+
+@measured_with_bias.register
+def _(c: Stacked, with_total: bool = True) -> tuple[Measured, Measured | None]:
+    return measured(Dense(c.partition, c.values[0]), with_total), None
+
+
+@measured_with_bias.register
+def _(c: Outer, with_total: bool = True) -> tuple[Measured, Measured | None]:
+    dtype = stat_dtype(c.delta.dtype)
+    if c.delta.dtype != dtype or c.a.dtype != dtype:
+        c = Outer(c.partition, c.delta.to(dtype), c.a.to(dtype), c.shape, c.bias)
+    (b, r, o), i = c.delta.shape, c.a.shape[2]
+    if not b:
+        return (None, 0.0), None
+    if r == 1 and c.delta.is_cpu and has_kernels():
+        delta, a = c.delta[:, 0], c.a[:, 0]
+        if (found := native.single(delta, a)) is not None:
+            total = (delta.t() @ a).view(c.shape) if with_total else None
+            return (total, found[0]), None if c.bias is None else (c.bias.total(), found[1])
+    if r == 1 or 2 * r * (o + i) < o * i:  # Gram matrices are cheap
+        return (c.total() if with_total else None, squared(c).sum()), None
+    return measured_with_bias.dispatch(Weight)(c, with_total)

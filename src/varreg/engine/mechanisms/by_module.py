@@ -21,6 +21,7 @@ from varreg.engine.mechanisms.node import (
     pass_on,
     rounding_of,
     saved_tensors,
+    take,
 )
 from varreg.engine.mechanisms.pull_back import autocast_rounding
 from varreg.engine.partition import Partition
@@ -204,10 +205,9 @@ class ModuleNode(Node):
         if grad is not None:
             contributions = run.contributions(grad, saved)
             rounding = rounding_of([grad], ctx.rounding)
-            for i, name in enumerate(run.shapes):
-                dense = Dense(run.partition, contributions[name])
-                edge = ctx.next_functions[1 + i]
-                totals[i] = recipients[i].take(dense, edge[0], rounding)
+            dense = [Dense(run.partition, contributions[name]) for name in run.shapes]
+            nodes = [node for node, _ in ctx.next_functions[1 : 1 + len(dense)]]
+            totals = take(recipients, dense, nodes, rounding)
         return (None, None, grad, *totals, *(None,) * len(saved))
 
     @staticmethod
