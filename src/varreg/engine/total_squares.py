@@ -24,7 +24,7 @@ from varreg.engine.sample_norms import squared
 from varreg.few_launches import square_pending_roots
 from varreg.native import spread
 
-Measured = tuple[Tensor | None, Tensor | float]
+TotalAndSpread = tuple[Tensor | None, Tensor | float]
 """S, and ΣW; S is None where it was not asked for, or for an empty batch."""
 
 
@@ -40,12 +40,12 @@ def precise(c: Contribution) -> Tensor | float:
 
 
 @functools.singledispatch
-def measured(contribution: Any, with_total: bool) -> Measured:
+def measured(contribution: Any, with_total: bool) -> TotalAndSpread:
     """Return S, if it is wanted, and ΣW, in the fastest way for a kind of contribution."""
     return _in_chunks(contribution, with_total)
 
 
-def _in_chunks(c: Contribution, with_total: bool) -> Measured:
+def _in_chunks(c: Contribution, with_total: bool) -> TotalAndSpread:
     """Return S and ΣW from the contributions of a few samples at a time."""
     total = None
     square: Tensor | float = 0.0
@@ -64,7 +64,7 @@ def _sum_of_squares(t: Tensor) -> Tensor:
 
 
 @measured.register
-def _(c: Dense, with_total: bool) -> Measured:
+def _(c: Dense, with_total: bool) -> TotalAndSpread:
     if not c.partition.batch:
         return None, 0.0
     values = c.values.to(stat_dtype(c.values.dtype))
@@ -74,23 +74,23 @@ def _(c: Dense, with_total: bool) -> Measured:
 
 
 @measured.register
-def _(c: Weight, with_total: bool) -> Measured:
+def _(c: Weight, with_total: bool) -> TotalAndSpread:
     return measured_with_bias(c, with_total)[0]
 
 
 @measured.register
-def _(c: Bias, with_total: bool) -> Measured:
+def _(c: Bias, with_total: bool) -> TotalAndSpread:
     return measured(c.made, with_total)
 
 
 @measured.register
-def _(c: Scattered, with_total: bool) -> Measured:
+def _(c: Scattered, with_total: bool) -> TotalAndSpread:
     total, square = measured(c.looked_up, with_total)
     return c.scatter(total), square  # each row is looked up once: nothing is added up
 
 
 @measured.register
-def _(c: SparseRows, with_total: bool) -> Measured:
+def _(c: SparseRows, with_total: bool) -> TotalAndSpread:
     if not c.partition.batch:
         return None, 0.0
     if c.shape[0] <= c.ids.numel():  # W has fewer rows than the samples looked up
@@ -104,7 +104,9 @@ def _(c: SparseRows, with_total: bool) -> Measured:
 
 
 @functools.singledispatch
-def measured_with_bias(c: Any, with_total: bool = True) -> tuple[Measured, Measured | None]:
+def measured_with_bias(
+    c: Any, with_total: bool = True
+) -> tuple[TotalAndSpread, TotalAndSpread | None]:
     """Return S, if it is wanted, and ΣW of a weight; and S and ΣW of its bias, or None if there is
     no bias, or if it has to be measured by itself.
     """
@@ -113,7 +115,7 @@ def measured_with_bias(c: Any, with_total: bool = True) -> tuple[Measured, Measu
         both = c.sums_in_one_pass(spread) if has_kernels() and c.partition.batch else None
         if both is None:
             return _in_chunks(c, with_total), None
-        weight: Measured = both.total.view(c.shape), both.square.sum()
+        weight: TotalAndSpread = both.total.view(c.shape), both.square.sum()
         return weight, None if both.bias is None else _summed_up(both.bias)
     (total, square, *copies), bias = c.sums_with_bias()
     if square is None:
@@ -123,18 +125,18 @@ def measured_with_bias(c: Any, with_total: bool = True) -> tuple[Measured, Measu
     return weight, None if bias is None else _summed_up(bias)
 
 
-def _summed_up(sums: Sequence[Tensor] | Tensor) -> Measured:
+def _summed_up(sums: Sequence[Tensor] | Tensor) -> TotalAndSpread:
     """Return S and ΣW, from S and W."""
     return sums[0], sums[1].sum(dtype=widest(sums[1]).dtype)
 
 
 @measured_with_bias.register
-def _(c: Stacked, with_total: bool = True) -> tuple[Measured, Measured | None]:
+def _(c: Stacked, with_total: bool = True) -> tuple[TotalAndSpread, TotalAndSpread | None]:
     return measured(Dense(c.partition, c.values[0]), with_total), None
 
 
 @measured_with_bias.register
-def _(c: Outer, with_total: bool = True) -> tuple[Measured, Measured | None]:
+def _(c: Outer, with_total: bool = True) -> tuple[TotalAndSpread, TotalAndSpread | None]:
     dtype = stat_dtype(c.delta.dtype)
     if c.delta.dtype != dtype or c.a.dtype != dtype:
         c = Outer(c.partition, c.delta.to(dtype), c.a.to(dtype), c.shape, c.bias)

@@ -80,7 +80,7 @@ def _accumulator(p: Tensor) -> Any:
 # ---- in the graph --------------------------------------------------------------------------------
 
 
-class Measured(torch.autograd.Function):
+class SiteNode(torch.autograd.Function):
     """Returns a tensor unchanged. Its backward measures the contributions to parameters from the
     arriving gradient, and returns the gradients of the parameters.
     """

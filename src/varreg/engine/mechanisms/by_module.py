@@ -25,7 +25,7 @@ from varreg.engine.mechanisms.node import (
 )
 from varreg.engine.mechanisms.pull_back import autocast_rounding
 from varreg.engine.partition import Partition
-from varreg.engine.refusals import place
+from varreg.engine.refusals import describe_module
 from varreg.engine.trace.layout import Layout, Place
 from varreg.errors import VarregError
 
@@ -117,7 +117,7 @@ def use_rule(
     trace, kind = observer.tracer.trace, type(module).__name__
     batch = trace.batch
     inputs = [a for a in args if isinstance(a, Tensor)]
-    _check_batch(place(name, module), batch, inputs, output)
+    _check_batch(describe_module(name, module), batch, inputs, output)
     wanted = {n: p for n, p in own.items() if observer.parameters.ledger(p)}
     if not wanted:
         mark(output, Layout(batch))

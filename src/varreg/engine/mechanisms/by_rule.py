@@ -39,7 +39,7 @@ from varreg.engine.trace.trace import Trace
 
 def measure(trace: Trace, plans: dict[Any, Plan], call: Call, rule: Rule) -> Any:
     """Run a call that a rule measures, and return its result; None if the rule does not apply.
-    Store a plan for later calls of the same form.
+    Store a plan for later calls with the same key.
     """
     bound = rule.bind(call.args, call.kwargs)
     flat = flatten(bound or {})

@@ -94,7 +94,7 @@ def _spread(
     """
     recipient = trace.recipient(t, call.name.strip("_"))
     if is_aligned and there.batch > 1:
-        trace.has_slots = True
+        trace.has_row_per_sample = True
         _warn_of_slots(trace, call, t, there, rank)
     partition = trace.observer.grouping.partition(there.batch)
     spread: Tensor = SpreadNode.apply(t, recipient, shape, there, is_aligned, partition)
