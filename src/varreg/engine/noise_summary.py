@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from varreg.engine.mean_variance import Moments
 from varreg.engine.totals import Totals
-from varreg.parallel.shards import number
+from varreg.shards import number
 from varreg.tables import table
 
 

@@ -26,7 +26,7 @@ from varreg.engine.noise_summary import NoiseRow, row
 from varreg.engine.totals import Totals
 from varreg.errors import VarregError
 from varreg.noise.measure import l1_sums
-from varreg.parallel.shards import number
+from varreg.shards import number
 
 if TYPE_CHECKING:
     from varreg.optim.base import Regularized

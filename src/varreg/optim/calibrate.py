@@ -9,8 +9,8 @@ from torch import Tensor
 
 from varreg import _torch, calibration
 from varreg.optim.state import CALIBRATION
-from varreg.parallel.shards import is_sharded, total
 from varreg.regularizer import bounds
+from varreg.shards import is_sharded, total
 
 if TYPE_CHECKING:
     from varreg.optim.step import ParameterStep

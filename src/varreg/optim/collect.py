@@ -34,7 +34,7 @@ from varreg.optim.state import STEPS
 from varreg.optim.step import ParameterStep, choose_native, native_step
 from varreg.optim.synchronized import check_synchronized
 from varreg.optim.whole_step import SWITCHES, repeats_torch
-from varreg.parallel.shards import is_sharded, local, total
+from varreg.shards import is_sharded, local, total
 from varreg.thresholds import LARGEST_SQUARE, SMALLEST_SQUARE
 
 if TYPE_CHECKING:

@@ -30,8 +30,8 @@ from varreg.optim.prepare import needed, prepare
 from varreg.optim.repeated_lambda import RepeatedLambda, split_count
 from varreg.optim.scopes import SCOPES
 from varreg.optim.state import CALIBRATION, COUNT, HISTORY, STEPS, expand_count, share_count
-from varreg.parallel.shards import local
 from varreg.regularizer import KERNEL_OPTIONS, kernel_task, limit
+from varreg.shards import local
 
 if TYPE_CHECKING:
     from varreg.optim.base import Regularized

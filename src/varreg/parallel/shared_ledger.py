@@ -19,7 +19,7 @@ from varreg.engine.contribution import Contribution
 from varreg.engine.ledger import GradientWatch, Ledger
 from varreg.engine.mean_variance import Moments
 from varreg.engine.partition import Partition
-from varreg.parallel.shards import is_sharded, local
+from varreg.shards import is_sharded, local
 
 
 @dataclass(frozen=True)
