@@ -24,7 +24,7 @@ def backward(model, x, w):
     losses(model(x), w).mean().backward()
 
 
-def square_each_use(self, contribution: Contribution, dtype):
+def square_each_use(self, contribution: Contribution, dtype, sums=None):
     """Square every use on its own: the mistake that the engine has to avoid."""
     already = self.count
     total = self._add_sums(contribution)

@@ -21,7 +21,7 @@ from varreg.engine.mean_variance import Moments
 from varreg.engine.number_range import leaves_range, with_unknown_squares
 from varreg.engine.totals import Totals
 from varreg.errors import VarregError
-from varreg.parallel.shards import is_sharded, like
+from varreg.shards import is_sharded, like
 
 Pairs = Callable[[nn.Module], list[tuple[Tensor, Tensor]]]
 """Returns the gathered parameters of a model, each with the sharded one that it stands for."""

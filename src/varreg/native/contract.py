@@ -1,8 +1,8 @@
 """The contract between Python and C: structs whose fields have names, and enums.
 
 `tasks.h` declares the same structs for C. When the library is built, `header()` writes the enums,
-and an assertion for the size of each struct and the place of each field. If the two sides differ,
-the compiler reports it. In C, `History.MEAN` is `HISTORY_MEAN`.
+the thresholds that C uses, and an assertion for the size of each struct and the place of each
+field. If the two sides differ, the compiler reports it. In C, `History.MEAN` is `HISTORY_MEAN`.
 """
 
 from __future__ import annotations
@@ -10,16 +10,7 @@ from __future__ import annotations
 import ctypes
 from enum import IntEnum
 
-from varreg.thresholds import (
-    BLOCK,
-    LARGEST_HISTORY,
-    LARGEST_SQUARE,
-    PARALLEL,
-    RECENT,
-    SMALLEST_SQUARE,
-    TOGETHER,
-    WORTH_THREADS,
-)
+from varreg import thresholds
 
 
 class History(IntEnum):
@@ -84,18 +75,18 @@ class Convolution(ctypes.Structure):
     )
 
 
+THRESHOLDS = (
+    *("BLOCK", "CHAIN", "SUMS_AT_ONCE", "SHORT_SUM", "TOGETHER", "WORTH_THREADS"),
+    *("SHARED_KERNEL", "SHARED_IMAGES", "OWN_IMAGES", "WORKERS", "PATIENCE"),
+    *("RECENT", "SMALLEST_SQUARE", "LARGEST_SQUARE", "PARALLEL"),
+)
+"""The thresholds that C uses, by their names in thresholds.py."""
+
+
 def header() -> str:
     """Return the C header that states this contract."""
-    lines = [
-        f"#define BLOCK {BLOCK}",
-        f"#define LARGEST_HISTORY ((REAL){LARGEST_HISTORY!r})",
-        f"#define RECENT {RECENT!r}",
-        f"#define SMALLEST_SQUARE {SMALLEST_SQUARE!r}",
-        f"#define LARGEST_SQUARE {LARGEST_SQUARE!r}",
-        f"#define PARALLEL {PARALLEL!r}",
-        f"#define TOGETHER {TOGETHER}",
-        f"#define WORTH_THREADS {WORTH_THREADS}",
-    ]
+    lines = [f"#define {name} {getattr(thresholds, name)!r}" for name in THRESHOLDS]
+    lines.append(f"#define LARGEST_HISTORY ((REAL){thresholds.LARGEST_HISTORY!r})")
     for enum in ENUMS:
         prefix = enum.__name__.upper()
         lines += [f"#define {prefix}_{member.name} {member.value}" for member in enum]

@@ -1,6 +1,6 @@
 /* The structs that Python fills, by the names of their fields (contract.py). When this is compiled,
-   contract.py writes contract.h: enums, constants such as BLOCK and LARGEST_HISTORY, and checks
-   that both sides agree. */
+   contract.py writes contract.h: enums, thresholds such as BLOCK (thresholds.py says what each was
+   measured on), and checks that both sides agree. */
 #include <stddef.h>
 
 #include "contract.h"

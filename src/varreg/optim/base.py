@@ -29,7 +29,7 @@ from varreg.optim.repeated_lambda import RepeatedLambda
 from varreg.optim.state import restore, with_counts
 from varreg.optim.step import Lambdas, native_step, take_steps
 from varreg.optim.whole_step import without
-from varreg.parallel.shards import like, local
+from varreg.shards import like, local
 from varreg.thresholds import LAMBDA_EVERY
 
 

@@ -31,7 +31,7 @@ from varreg.optim.parameter_step import ParameterStep
 from varreg.optim.scopes import SCOPES
 from varreg.optim.step import choose, reconsider
 from varreg.optim.synchronized import check_synchronized
-from varreg.parallel.shards import is_sharded, local, total
+from varreg.shards import is_sharded, local, total
 from varreg.thresholds import LARGEST_SQUARE, SMALLEST_SQUARE
 
 if TYPE_CHECKING:

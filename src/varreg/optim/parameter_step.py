@@ -12,7 +12,7 @@ from varreg.engine import Moments
 from varreg.engine.ledger import Ledger
 from varreg.memory import scratch
 from varreg.optim.increments import Increment, coupled_decay
-from varreg.parallel.shards import local
+from varreg.shards import local
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from varreg import _torch
 from varreg.engine.on_device import joined as joined_memory
 from varreg.optim.increments import coupled_decay
 from varreg.optim.state import HISTORY
-from varreg.parallel.shards import is_sharded
+from varreg.shards import is_sharded
 from varreg.thresholds import (
     DEVICE_JOINED,
     DEVICE_LARGE,

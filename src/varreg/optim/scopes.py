@@ -13,8 +13,8 @@ from varreg.histories import one_or_nan
 from varreg.memory import scratch
 from varreg.optim import parts
 from varreg.optim.state import HISTORY
-from varreg.parallel.shards import is_sharded, total
 from varreg.regularizer import lambdas, ratio, regularizer
+from varreg.shards import is_sharded, total
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

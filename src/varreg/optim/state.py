@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from varreg.engine.contribution import stat_dtype
-from varreg.parallel.shards import local
+from varreg.shards import local
 from varreg.thresholds import STATISTICS
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from varreg.engine import deferred
 from varreg.optim.parameter_names import names
-from varreg.parallel.shards import local
+from varreg.shards import local
 from varreg.thresholds import LAMBDA_EVERY, LAMBDA_LOOKS, LARGE_LAMBDA, SIMILAR
 
 if TYPE_CHECKING:

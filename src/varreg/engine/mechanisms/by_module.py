@@ -21,10 +21,11 @@ from varreg.engine.mechanisms.node import (
     pass_on,
     rounding_of,
     saved_tensors,
+    take,
 )
 from varreg.engine.mechanisms.pull_back import autocast_rounding
 from varreg.engine.partition import Partition
-from varreg.engine.refusals import place
+from varreg.engine.refusals import describe_module
 from varreg.engine.trace.layout import Layout, Place
 from varreg.errors import VarregError
 
@@ -119,7 +120,7 @@ def use_rule(
     trace, kind = observer.tracer.trace, type(module).__name__
     batch = trace.batch
     inputs = [a for a in args if isinstance(a, Tensor)]
-    _check_batch(place(name, module), batch, inputs, output)
+    _check_batch(describe_module(name, module), batch, inputs, output)
     wanted = {n: p for n, p in own.items() if observer.parameters.ledger(p)}
     if not wanted:
         mark(output, Layout(batch))
@@ -207,10 +208,9 @@ class ModuleNode(Node):
         if grad is not None:
             contributions = run.contributions(grad, saved)
             rounding = rounding_of([grad], ctx.rounding)
-            for i, name in enumerate(run.shapes):
-                dense = Dense(run.partition, contributions[name])
-                edge = ctx.next_functions[1 + i]
-                totals[i] = recipients[i].take(dense, edge[0], rounding)
+            dense = [Dense(run.partition, contributions[name]) for name in run.shapes]
+            nodes = [node for node, _ in ctx.next_functions[1 : 1 + len(dense)]]
+            totals = take(recipients, dense, nodes, rounding)
         return (None, None, grad, *totals, *(None,) * len(saved))
 
     @staticmethod
