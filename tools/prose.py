@@ -98,12 +98,14 @@ def _lines(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def words(text: str) -> int:
-    r"""Return the words of a page's running prose, without code, tables, formulas and headings.
+    r"""Return the words of a page's running prose, without code, tables, formulas and headings. A
+    formula or a piece of code in a sentence is one word.
 
-    >>> words("# A title\n\nFour words – *of* prose.\n\n- an [item](page.md)\n\n```\ncode\n```\n")
+    >>> words("# A title\n\nFive *words*: $a = b$ of prose.\n\n- [item](page.md)\n\n```\ncode\n```\n")
     6
     """
-    return sum(len(_WORD.findall(line)) for line, prose in _lines(text) if prose)
+    lines = (_INLINE.sub("x", line) for line, prose in _lines(text) if prose)
+    return sum(len(_WORD.findall(line)) for line in lines)
 
 
 def _folded(paragraph: list[str]) -> list[str]:

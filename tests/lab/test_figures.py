@@ -21,7 +21,7 @@ from varreg.lab.experiments.theory import page as theory
 from varreg.lab.report import charts
 from varreg.lab.report.document import Page, svg
 from varreg.lab.report.style import DASHES, FAR, band, new_figure, save, say_scales, scale
-from varreg.noise.plan import make_plan
+from varreg.noise.batch_plan import make_plan
 
 ROW = {"optimizer": "SGD", "schedule": "constant", "s": None, "best": False}
 
