@@ -20,9 +20,9 @@ class Workspace(threading.local):
     """Memory for temporary results of one kind, in each thread and for each type of number.
 
     A tensor from a workspace is valid until the next `take` from the same workspace. Two functions
-    return such a tensor: `Contribution.groups` returns C_u of some groups, which the next call
-    overwrites, and `ParameterStep.increment_and_variance` in optim/step.py returns a variance, which
-    that of the next parameter overwrites.
+    return such a tensor: `Contribution.groups` returns C_u of some groups, and the next call may
+    overwrite them; `ParameterStep.increment_and_variance` in optim/step.py returns a variance, and
+    that of the next parameter overwrites it.
     """
 
     def __init__(self) -> None:
