@@ -101,7 +101,7 @@ def words(text: str) -> int:
     r"""Return the words of a page's running prose, without code, tables, formulas and headings. A
     formula or a piece of code in a sentence is one word.
 
-    >>> words("# A title\n\nFive *words*: $a = b$ of prose.\n\n- [item](page.md)\n\n```\ncode\n```\n")
+    >>> words("# Title\n\nFive *words*: $a = b$ of prose.\n\n- [item](page.md)\n\n```\ncode\n```\n")
     6
     """
     lines = (_INLINE.sub("x", line) for line, prose in _lines(text) if prose)
