@@ -1,12 +1,13 @@
 #!/bin/sh
 # The experiments on the noise that docs/evidence does not have yet, the most valuable first: an
-# estimated two hours of one core in all. It has not been run to its end yet.
+# estimated four hours of one core in all, from times of single steps, and more on a machine that
+# does something else, too. It has not been run to its end yet.
 #
 #     sh benchmarks/noise_experiments.sh          # in a clone, with .venv; data in $VARREG_DATA
 #     sh benchmarks/noise_experiments.sh keep     # keep what has ended in docs/results
 #
 # What is interrupted goes on where it was, and what has ended is not run again. Each is one thread;
-# sizes are reduced, so that each ends in 5 to 25 minutes of one core.
+# sizes are reduced, so that each ends in 5 to 40 minutes of one core.
 set -eu
 PYTHON=${PYTHON:-.venv/bin/python}
 OUT=${OUT:-runs}
@@ -15,12 +16,14 @@ mkdir -p "$OUT"
 
 UNEVEN="SGD SGD:clip=0.5 LossSGD:power=1 LossSGD:power=2
     VRSGD:per=model,scale_free=False,history=harmonic"
-DECAY="SGD:momentum=0.9 SGD:momentum=0.9,schedule=cosine SGD:momentum=0.9,schedule=cosine,horizon=3
+DECAY="SGD:momentum=0.9 SGD:momentum=0.9,schedule=linear SGD:momentum=0.9,schedule=cosine
+    SGD:momentum=0.9,schedule=cosine,horizon=3
     SGD:momentum=0.9,noise_decay=0.5 SGD:momentum=0.9,noise_decay=1 SGD:momentum=0.9,noise_decay=2
     AveragedSGD:momentum=0.9 ScheduleFreeSGD SGD:momentum=0.9,keep=best"
 
 if [ "${1:-}" = keep ]; then
-    for name in uneven-text adascale-fashion noise-decay-lenet noise-decay-cnn adascale-gpt; do
+    for name in uneven-text adascale-fashion adascale-adam adascale-gpt noise-decay-lenet \
+        noise-decay-cnn; do
         if [ -f "$OUT/$name/results.json" ]; then
             $PYTHON -m benchmarks.keep "$OUT/$name" "docs/results/$name"
         fi
@@ -28,6 +31,9 @@ if [ "${1:-}" = keep ]; then
     if [ -f "$OUT/ewc.json" ]; then
         mkdir -p docs/results/ewc
         $PYTHON -m benchmarks.keep "$OUT/ewc.json" docs/results/ewc/results.json
+    fi
+    if [ -f "$OUT/truth/results.json" ]; then
+        $PYTHON -m benchmarks.noise_truth --merge "$OUT/truth/results.json"
     fi
     exit
 fi
@@ -37,14 +43,22 @@ varreg() { $PYTHON -m varreg "$@"; }
 $PYTHON examples/ewc_split_fashion_mnist.py --tuning-seeds 5 --seeds 10 --out "$OUT/ewc.json"
 varreg compare $UNEVEN --task uneven-text -s 2 -s 20 --trials 8 --lr 0.03:1 --no-ablations \
     --jobs 1 --out "$OUT/uneven-text"
-varreg scaling adascale --task fashion-mnist:train=4000,valid=1000 --batch 16 --scales 4,16 \
-    --epochs 1 --trials 5 --tuning-seeds 1 --lr 0.003:0.1 --jobs 1 --out "$OUT/adascale-fashion"
+# Those with SGD have no truth along the steps yet; the ResNet has one optimizer of three.
+truth() { $PYTHON -m benchmarks.noise_truth --out "$OUT/truth" --steps "$1" --only "$2"; }
+truth 600 "CNN, Fashion-MNIST, SGD"
+truth 600 "char-GPT, SGD"
+truth 400 "CIFAR-10, Adam"
+truth 400 "CIFAR-10, SGD"
+truth 400 "CIFAR-10, momentum"
+varreg scaling adascale --task char-gpt:context=32,layers=1,width=32 --batch 8 --scales 4,16,64 \
+    --epochs 1 --trials 5 --tuning-seeds 1 --lr 0.02:1 --jobs 1 --out "$OUT/adascale-gpt"
+varreg scaling adascale --task fashion-mnist:train=2000,valid=1000 --batch 8 --scales 4,16,64 \
+    --epochs 1 --trials 5 --tuning-seeds 1 --lr 0.002:0.1 --jobs 1 --out "$OUT/adascale-fashion"
+varreg scaling adascale --task digits --optimizer Adam:schedule=cosine --batch 8 --scales 4,16 \
+    --epochs 5 --trials 7 --lr 0.0005:0.02 --jobs 1 --out "$OUT/adascale-adam"
 varreg compare $DECAY --task cifar10-lenet:train=5000,valid=1000 --batch 100 --epochs 20 \
     --trials 3 --lr 0.01:0.3 --tuning-seeds 1 --seeds 5 --no-ablations --jobs 1 \
     --out "$OUT/noise-decay-lenet"
-$PYTHON -m benchmarks.noise_truth --steps 600 --only "ResNet-18, GroupNorm, CIFAR-10, Adam"
 varreg compare $DECAY --task fashion-mnist:train=5000,valid=1000 --batch 100 --epochs 15 \
     --trials 3 --lr 0.03:0.3 --tuning-seeds 1 --seeds 5 --no-ablations --jobs 1 \
     --out "$OUT/noise-decay-cnn"
-varreg scaling adascale --task char-gpt:context=32,layers=1,width=32 --batch 8 --scales 4,16 \
-    --epochs 1 --trials 5 --tuning-seeds 1 --lr 0.02:1 --jobs 1 --out "$OUT/adascale-gpt"

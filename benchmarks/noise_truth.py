@@ -3,6 +3,7 @@ truth from 5,000 samples.
 
     .venv/bin/python -m benchmarks.noise_truth                  # half an hour on two cores
     .venv/bin/python -m benchmarks.noise_truth --report         # the table, from what is saved
+    .venv/bin/python -m benchmarks.noise_truth --merge runs/truth/results.json  # run with --out
 
 Every 200 steps training stops, and B_n = tr Σ/|G|² is taken from the moments of 5,000 training
 samples: the truth at this step. |G|² changes from step to step, so that there is also the truth
@@ -16,7 +17,8 @@ estimates from the batches of the same 200 steps, each the ratio of the averages
   them, against their mean. It is what one device can do without moments.
 
 From a mean gradient g of b samples and the mean of k such, |G|² and tr Σ are those of McCandlish et
-al. (2018), appendix A. A run that is saved is not run again.
+al. (2018), appendix A. A run that is saved is not run again: to repeat one, also with other steps,
+run it with another `--out`, and merge its file.
 """
 
 from __future__ import annotations
@@ -273,30 +275,60 @@ def report(out: Path) -> None:
     print(f"\n{table(saved)}")
 
 
+def merged(saved: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Return saved results with the runs of other results. A run of the same title is replaced.
+    Raise a ValueError if the settings of a run are not those of this file's `CASES`.
+
+    >>> old = {"runs": {"char-GPT, SGD": [1], "char-GPT, Adam": [2]}, "machines": {}}
+    >>> new = {"runs": {"char-GPT, SGD": [3]}, "machines": {"char-GPT, SGD": "today"}}
+    >>> merged(old, {**new, **settings()})["runs"]
+    {'char-GPT, SGD': [3], 'char-GPT, Adam': [2]}
+    """
+    for about in {title.rpartition(", ")[0] for title in more["runs"]}:
+        for key in ("batch", "rates"):
+            if more[key].get(about) != settings()[key].get(about):
+                raise ValueError(f"{about} was run with another {key}: {more[key].get(about)}")
+    if more["samples"] != SAMPLES:
+        raise ValueError(f"the truth is of {more['samples']} samples, and not of {SAMPLES}")
+    runs = saved["runs"] | more["runs"]
+    return {
+        "runs": dict(sorted(runs.items(), key=lambda item: _place(item[0]))),
+        "machines": saved.get("machines", {}) | more["machines"],
+        **settings(),
+    }
+
+
+def settings() -> dict[str, Any]:
+    """Return what the results say of how they were measured."""
+    batch, rates = ({k: getattr(c, what) for k, c in CASES.items()} for what in ("batch", "rates"))
+    return {"batch": batch, "rates": rates, "samples": SAMPLES}
+
+
 def main() -> None:
-    """Run what is not saved yet, and report."""
+    """Run what is not saved yet, or merge what was saved elsewhere, and report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=0, help="0: 1000, and 600 for the ResNet")
     parser.add_argument("--only", default="", help="runs with this in their name")
     parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--merge", type=Path, help="take the runs of this file; run nothing")
     parser.add_argument("--report", action="store_true", help="of what is saved; run nothing")
     options = parser.parse_args()
     path = options.out / "results.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    for name in ("SGD", "momentum", "Adam"):
+    for name in () if options.report or options.merge else ("SGD", "momentum", "Adam"):
         for about, case in CASES.items():
             title = f"{about}, {name}"
             kept = json.loads(path.read_text()) if path.exists() else {"runs": {}}
-            if options.report or title in kept["runs"] or options.only not in title:
+            if title in kept["runs"] or options.only not in title:
                 continue
             rows = run(case, name, options.steps or case.steps, lambda t: print(t, flush=True))
-            kept["runs"][title] = rows
-            kept["runs"] = dict(sorted(kept["runs"].items(), key=lambda item: _place(item[0])))
-            kept.setdefault("machines", {})[title] = f"{datetime.date.today()}, {machine()}"
-            kept |= {"batch": {k: c.batch for k, c in CASES.items()}}
-            kept |= {"rates": {k: c.rates for k, c in CASES.items()}, "samples": SAMPLES}
-            path.write_text(compact(kept) + "\n")
+            where = {title: f"{datetime.date.today()}, {machine()}"}
+            new = {"runs": {title: rows}, "machines": where, **settings()}
+            path.write_text(compact(merged(kept, new)) + "\n")
+    if options.merge:
+        kept = json.loads(path.read_text()) if path.exists() else {"runs": {}}
+        path.write_text(compact(merged(kept, json.loads(options.merge.read_text()))) + "\n")
     report(options.out)
 
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks import growth, growth_figures, optimizer_cost, peers
+from benchmarks import growth, growth_figures, noise_truth, optimizer_cost, peers
 from tools.tables import speed
 from tools.tables.__main__ import main as print_table
 from typer.testing import CliRunner
@@ -681,3 +681,26 @@ def test_too_much_memory_is_an_error_and_nobody_is_ended():
         torch.empty(1 << 28).fill_(1)  # 2 GiB in double precision
     assert growth.reason(raised.value, growth.Limits(1, 0.5)) == "needs more than 0.5 GB"
     assert torch.empty(1 << 27).numel()  # and afterwards there is as much as before
+
+
+def test_runs_of_another_file_are_merged_into_the_truth_of_the_noise_scale(tmp_path, monkeypatch):
+    """A run of the same title is replaced, whatever its steps are; others stay, in their order."""
+    row = {"step": 200, "truth": [1.0, 1.0], "interval": [0.5, 2.0]}
+    row |= dict.fromkeys(noise_truth.ESTIMATORS, [1.0, 1.0])
+    again = [row | {"along": [2.0, 1.0]}]
+    saved = {"runs": {"char-GPT, SGD": [row, row], "char-GPT, Adam": [row]}, "machines": {}}
+    more = {"paper's CNN, Fashion-MNIST, Adam": [row], "char-GPT, SGD": again}
+    machines = dict.fromkeys(more, "there")
+    for name, found in {"results": saved, "more": {"runs": more, "machines": machines}}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(found | noise_truth.settings()))
+    arguments = ["--out", str(tmp_path), "--merge", str(tmp_path / "more.json")]
+    monkeypatch.setattr("sys.argv", ["noise_truth", *arguments])
+    noise_truth.main()
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["runs"] == {**saved["runs"], **more}
+    assert list(found["runs"])[0] == "paper's CNN, Fashion-MNIST, Adam"
+    assert found["machines"] == machines
+    assert (tmp_path / "ratios.svg").exists()
+    other = {"runs": more, "machines": {}, **noise_truth.settings(), "samples": 9}
+    with pytest.raises(ValueError, match="the truth is of 9 samples"):
+        noise_truth.merged(found, other)

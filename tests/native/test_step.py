@@ -620,11 +620,17 @@ def test_sums_for_the_l1_noise_scale(dtype, reduction):
         c = g if reduction == "sum" else g / samples
         S, W = c.sum(0).to(dtype), c.square().sum(0).to(dtype)
         rows.append(Moments(samples, samples, S, W, reduction))
-    made = native.l1([(m.total, m.square, measure._l1_numbers(m)) for m in rows])
-    for m, (s, size, excess) in zip(rows, made, strict=True):
+    made = native.noise_sums([(m.total, m.square, measure._l1_numbers(m)) for m in rows], True)
+    plain = native.noise_sums([(m.total, m.square, measure._l1_numbers(m)) for m in rows])
+    assert [each[:2] + [0.0] * 3 for each in made] == plain
+    for m, (SS, W, s, size, excess) in zip(rows, made, strict=True):
         expected = measure.l1_sums(m).double()
         got = torch.tensor([s, size, measure._NOISE_OF_ZERO * excess], dtype=torch.float64)
         tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+        torch.testing.assert_close(got, expected, rtol=tolerance, atol=0.0)
+        expected = products(m, m.total)[[0, 3]].double()
+        tolerance = 1e-6 if dtype == torch.float32 else 1e-12
+        got = torch.tensor([SS, W], dtype=torch.float64)
         torch.testing.assert_close(got, expected, rtol=tolerance, atol=0.0)
 
 
@@ -634,6 +640,6 @@ def test_sums_for_the_l1_noise_scale_of_what_is_not_finite(dtype):
         S, W = torch.ones(600, dtype=dtype), torch.ones(600, dtype=dtype)
         S[300] = W[300] = value
         m = Moments(4, 4, S, W)
-        ((s, size, _),) = native.l1([(S, W, measure._l1_numbers(m))])
+        ((_, _, s, size, _),) = native.noise_sums([(S, W, measure._l1_numbers(m))], True)
         assert not (math.isfinite(s) and math.isfinite(size))
         assert not measure.l1_sums(m)[:2].isfinite().all()

@@ -336,3 +336,29 @@ def test_the_l1_version():
     again = varreg.NoiseScale(noise.observer, l1=True)
     again.load_state_dict(torch.load(buffer, weights_only=True))
     assert again.value == noise.value
+
+
+@pytest.mark.parametrize("every", [1, 3, 50])
+def test_reading_in_between_changes_nothing(every):
+    """Rows wait as Python numbers until they are read: also where the window is full, and where a
+    layer joins in between.
+    """
+    net, other = model(), model()
+    net[2].requires_grad_(False)
+    noise = varreg.NoiseScale(varreg.observe(net), window=5)
+    truths = []
+    for t in range(12):
+        if t == 8:
+            net.requires_grad_(True)
+        net.zero_grad()
+        x = torch.randn(6, 4)
+        gradients = per_sample(other, x)
+        backward(net, x)
+        noise.update()
+        mine = [n for n, p in net.named_parameters() if p.requires_grad]
+        truths.append(definition(gradients, mine))
+        if t % every == 0:
+            assert noise.latest.sum(0).tolist() == pytest.approx(truths[-1], **CLOSE)
+    trace, signal = (sum(column) / 5 for column in zip(*truths[-5:], strict=True))
+    assert (noise.model.noise, noise.model.signal) == pytest.approx((trace, signal), **CLOSE)
+    assert [r.name for r in noise.layers] == ["0", "2"]

@@ -11,6 +11,7 @@ is installed, and kept in the user's cache. Without kernels, the definitions are
 from varreg.native import contract, layer_sums, reductions
 from varreg.native.layer_sums import KNOWS_SINGLE_ROWS, conv, lookup, outer, sums, total
 from varreg.native.library import status
+from varreg.native.noise_sums import noise_sums
 from varreg.native.reductions import (
     norm_channels,
     norm_rows,
@@ -18,18 +19,18 @@ from varreg.native.reductions import (
     rows,
 )
 from varreg.native.spread import lengths, single
-from varreg.native.step import compare, l1, lambdas, repeat, serves, update, variance, whole
+from varreg.native.step import compare, lambdas, repeat, serves, update, variance, whole
 
 __all__ = [
     "KNOWS_SINGLE_ROWS",
     "compare",
     "contract",
     "conv",
-    "l1",
     "lambdas",
     "layer_sums",
     "lengths",
     "lookup",
+    "noise_sums",
     "norm_channels",
     "norm_rows",
     "outer",

@@ -41,7 +41,7 @@ extern int omp_get_thread_num(void); /* clang has no omp.h of its own; see threa
 #define NAME(x) x##_float32
 typedef REAL NAME(vec) __attribute__((vector_size(VECTOR), aligned(sizeof(REAL)), may_alias));
 #include "lambda.h"
-#include "l1.h"
+#include "noise_sums.h"
 #include "step.h"
 #include "base.h"
 #include "reductions.h"
@@ -60,7 +60,7 @@ typedef REAL NAME(vec) __attribute__((vector_size(VECTOR), aligned(sizeof(REAL))
 #define NAME(x) x##_float64
 typedef REAL NAME(vec) __attribute__((vector_size(VECTOR), aligned(sizeof(REAL)), may_alias));
 #include "lambda.h"
-#include "l1.h"
+#include "noise_sums.h"
 #include "step.h"
 #include "base.h"
 #include "reductions.h"

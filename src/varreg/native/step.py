@@ -79,15 +79,6 @@ def compare(rows: Sequence[tuple[Tensor, ...]]) -> list[list[float]]:
     """Return S·S, g·S, g·g and ΣW of each (S, g, W), in double precision. All of one type take one
     pass. `serves` must have accepted the tensors.
     """
-    return _four_sums("compare", rows)
-
-
-def _four_sums(
-    name: str, rows: Sequence[tuple[Tensor, ...]], numbers: Sequence[Sequence[float]] = ()
-) -> list[list[float]]:
-    """Call a function of the library that computes four sums of each (S, g, W), and return them.
-    `numbers` has m, factor, rounding and scale of each, if the function needs them.
-    """
     by_dtype: dict[torch.dtype, list[int]] = {}
     for i, (S, _, _) in enumerate(rows):
         by_dtype.setdefault(S.dtype, []).append(i)
@@ -100,27 +91,16 @@ def _four_sums(
             task.n = n = S.numel()
             task.total = at = S.data_ptr()
             task.grad, task.square = at if g is S else g.data_ptr(), W.data_ptr()
-            if numbers:
-                task.m, task.factor, task.rounding, task.scale = numbers[i]
             elements, blocks = elements + n, blocks - (-n // BLOCK)
         # the function writes the sums of each block, and then those of each tensor over them
         sums = torch.empty(blocks, 4, dtype=torch.float64, device="cpu")
         at = sums.data_ptr()
         for task in tasks:
             task.products = at
-        run(name, dtype, tasks, elements)
+        run("compare", dtype, tasks, elements)
         for i, values in zip(places, sums[: len(places)].tolist(), strict=True):
             out[i] = values
     return out
-
-
-def l1(rows: Sequence[tuple[Tensor, Tensor, Sequence[float]]]) -> list[list[float]]:
-    """Return Σ s, Σ|ḡ| and Σ e·exp(−4z²) of each (S, W, numbers), in double precision. All of one
-    type take one pass. `serves` must have accepted the tensors. The numbers are m, the factor from
-    m·W − S² to s², the rounding error of that difference, and the factor from S to ḡ.
-    """
-    found = _four_sums("l1", [(S, S, W) for S, W, _ in rows], [numbers for *_, numbers in rows])
-    return [sums[:3] for sums in found]
 
 
 def repeat(task: Task, dtype: torch.dtype) -> None:

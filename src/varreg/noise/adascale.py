@@ -152,7 +152,10 @@ class AdaScale:
             )
         scale = m / self.base_batch
         if measure.has_variance(found):
-            trace, signal = measure.estimates(found).sum(0).tolist()
+            rows = measure.numbers(found)
+            if rows is None:
+                rows = measure.estimates(found).tolist()
+            trace, signal = map(sum, zip(*rows, strict=True))
             if math.isfinite(trace) and math.isfinite(signal):  # else the averages stay
                 old = self.smoothing
                 self._trace = old * self._trace + (1 - old) * trace

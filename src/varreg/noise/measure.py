@@ -26,6 +26,7 @@ from varreg.engine.totals import Totals, refuse_elements
 from varreg.optim.gradient import products
 from varreg.optim.synchronized import check_synchronized
 from varreg.shards import is_sharded, total
+from varreg.thresholds import LARGEST_SQUARE, SMALLEST_SQUARE
 
 
 class Measured(NamedTuple):
@@ -72,11 +73,25 @@ def estimates(found: Sequence[Measured], l1: bool = False) -> Tensor:
     sample had a gradient there.
     """
     home = found[0].parameter.device
-    numbers = _native_rows(found, l1) if home.type == "cpu" else None
-    if numbers is not None:
-        rows = torch.tensor(numbers, dtype=torch.float64)
-    else:
-        rows = _tensor_rows(found, l1, home)
+    rows = _native_rows(found, l1) if home.type == "cpu" else None
+    if rows is not None:
+        return _over_shards(found, torch.tensor(rows, dtype=torch.float64))
+    with torch.no_grad():
+        return _over_shards(found, _tensor_rows(found, l1, home))
+
+
+def numbers(found: Sequence[Measured], l1: bool = False) -> list[list[float]] | None:
+    """Return `estimates` as Python numbers; None unless native code serves all moments, and no
+    parameter is sharded. For small models, tensors would take longer than the sums.
+    """
+    for f in found:  # at every step: no generator
+        if f.ledger.is_sharded:
+            return None
+    return _native_rows(found, l1) if found[0].parameter.is_cpu else None
+
+
+def _over_shards(found: Sequence[Measured], rows: Tensor) -> Tensor:
+    """Return `estimates` over all ranks, from those of this rank's shards."""
     sharded = [i for i, f in enumerate(found) if is_sharded(f.parameter)]
     if sharded:
         first: Any = found[sharded[0]].parameter
@@ -85,8 +100,8 @@ def estimates(found: Sequence[Measured], l1: bool = False) -> Tensor:
 
 
 def _native_rows(found: Sequence[Measured], l1: bool) -> list[list[float]] | None:
-    """Return `estimates` as Python numbers; None unless native code serves all moments. Numbers are
-    faster for small models: creating a tensor for each parameter would take longer than the sums.
+    """Return `estimates` of this rank's shards as Python numbers; None unless native code serves
+    all moments.
     """
     rows = []
     known: list[tuple[list[float], Moments | Totals, float, float]] = []  # S·S and ΣW
@@ -94,7 +109,7 @@ def _native_rows(found: Sequence[Measured], l1: bool) -> list[list[float]] | Non
     for f in found:
         m, row = f.moments, [0.0] * (5 if l1 else 2)
         rows.append(row)
-        if m is None or not m.elements:
+        if m is None:
             continue
         if isinstance(m, Totals):
             if l1:
@@ -102,25 +117,38 @@ def _native_rows(found: Sequence[Measured], l1: bool) -> list[list[float]] | Non
             if isinstance(m.length2, Tensor) or isinstance(m.spread, Tensor):
                 return None
             known.append((row, m, m.length2, m.spread))
+        elif not m.total.numel():
+            continue
         elif native.serves(m.total, m.square):
             there.append((row, f.ledger, m))
         else:
             return None
-    if there:
-        compared = native.compare([(m.total, m.total, m.square) for _, _, m in there])
-        for (row, ledger, moments), (SS, _, _, W) in zip(there, compared, strict=True):
-            choose_precision(ledger, moments, SS, W)
-            known.append((row, moments, SS, W))
+    for (row, ledger, m), sums in zip(there, _native_sums([m for *_, m in there], l1), strict=True):
+        SS, W, row[2:] = sums[0], sums[1], sums[2:] if l1 else ()
+        if not SMALLEST_SQUARE <= W <= LARGEST_SQUARE:
+            choose_precision(ledger, m, SS, W)
+        known.append((row, m, SS, W))
     key: Any = None
     for row, m, SS, W in known:
         if key != (now := (m.count, m.groups, m.reduction)):
             key, ((a, b), (c, d)) = now, _factors_of(m)
         row[0], row[1] = a * SS + b * W, c * SS + d * W
-    if l1 and there:
-        sums = native.l1([(m.total, m.square, _l1_numbers(m)) for _, _, m in there])
-        for (row, _, _), (s, size, excess) in zip(there, sums, strict=True):
-            row[2:] = s, size, _NOISE_OF_ZERO * excess
     return rows
+
+
+def _native_sums(measured: Sequence[Moments], l1: bool) -> list[list[float]]:
+    """Return S·S and ΣW of moments, and with `l1` their `l1_sums`, in one pass of native code."""
+    key: Any = None
+    needed = no = (0.0, 0.0, 0.0, 0.0)
+    rows = []
+    for m in measured:
+        if l1 and key != (now := (m.count, m.groups, m.reduction, m.square.dtype)):
+            key, needed = now, _l1_numbers(m)
+        rows.append((m.total, m.square, needed if l1 else no))
+    sums = native.noise_sums(rows, l1) if rows else []
+    for each in sums:
+        each[4] *= _NOISE_OF_ZERO
+    return sums
 
 
 def _tensor_rows(found: Sequence[Measured], l1: bool, home: torch.device) -> Tensor:
@@ -149,8 +177,7 @@ def _squares(found: Sequence[Measured]) -> list[Tensor]:
         else:
             out[i] = products(m, m.total)[[0, 3]]
     measured: list[Any] = [found[i].moments for i in fast]
-    compared = native.compare([(m.total, m.total, m.square) for m in measured]) if fast else ()
-    for i, m, (SS, _, _, W) in zip(fast, measured, compared, strict=True):
+    for i, m, (SS, W, *_) in zip(fast, measured, _native_sums(measured, False), strict=True):
         choose_precision(found[i].ledger, m, SS, W)
         out[i] = torch.tensor([SS, W], dtype=torch.float64)
     return out
@@ -186,13 +213,12 @@ def _l1_sums(found: Sequence[Measured]) -> list[Tensor]:
         else:
             out[i] = l1_sums(m)
     measured: list[Any] = [found[i].moments for i in fast]
-    sums = native.l1([(m.total, m.square, _l1_numbers(m)) for m in measured]) if fast else ()
-    for i, (s, size, excess) in zip(fast, sums, strict=True):
-        out[i] = torch.tensor([s, size, _NOISE_OF_ZERO * excess], dtype=torch.float64)
+    for i, sums in zip(fast, _native_sums(measured, True), strict=True):
+        out[i] = torch.tensor(sums[2:], dtype=torch.float64)
     return out
 
 
-def _l1_numbers(m: Moments) -> tuple[float, ...]:
+def _l1_numbers(m: Moments) -> tuple[float, float, float, float]:
     """Return m, the factor from m·W − S² to s², its rounding error, and the factor from S to ḡ."""
     factor, rounding = m.constants
     scale = 1.0 if m.reduction == "mean" else 1.0 / m.count

@@ -16,6 +16,7 @@ from varreg.errors import VarregError
 from varreg.noise import measure
 from varreg.noise.batch_plan import Plan, make_plan
 from varreg.noise.reading import Reading, in_order, l1_readings, l2_readings
+from varreg.noise.recent import Recent
 from varreg.tables import table
 from varreg.thresholds import WINDOW
 
@@ -68,15 +69,11 @@ class NoiseScale:
         """The number of updates so far."""
         self.batch = 0
         """m, the number of samples in the last update."""
-        self._layers: list[str] = []
-        self._rows: Tensor | None = None  # [window, layers, 2 or 5], written in turn
-        self._layer_index: Tensor | None = None  # the index of each parameter's layer
-        self._names: list[str] = []  # the names of these parameters
+        self._recent = Recent(window)
         self._read: tuple[int, list[Reading]] = (-1, [])
         self._warned = False
 
     @disable_dynamo  # it runs eagerly, even inside a compiled training step
-    @torch.no_grad()
     def update(self) -> None:
         """Add the moments of a step. Call it after the last `backward()` of the step, before
         gradients are cleared.
@@ -95,9 +92,9 @@ class NoiseScale:
                     stacklevel=2,
                 )
             return
-        rows = measure.estimates(found, self.l1)
-        buffer, layers = self._buffer(found, rows)
-        buffer[self.updates % self.window].zero_().index_add_(0, layers, rows)
+        rows = measure.numbers(found, self.l1)
+        names = [f.ledger.name for f in found]
+        self._recent.add(names, measure.estimates(found, self.l1) if rows is None else rows)
         self.batch = measure.samples(found)
         self.updates += 1
 
@@ -117,32 +114,15 @@ class NoiseScale:
             )
         return found
 
-    def _buffer(self, found: Sequence[measure.Measured], rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the buffer of the last `window` updates, and the index of each parameter's layer
-        in it. Enlarge the buffer if there are new layers.
-        """
-        names = [f.ledger.name for f in found]
-        if self._rows is None or names != self._names or self._layer_index is None:
-            for name in names:
-                if layer_of(name) not in self._layers:
-                    self._layers.append(layer_of(name))
-            layers = [self._layers.index(layer_of(name)) for name in names]
-            self._names, self._layer_index = names, torch.tensor(layers, device=rows.device)
-            larger = rows.new_zeros(self.window, len(self._layers), rows.shape[1])
-            if self._rows is not None:  # new layers had no gradient before: zeros are right
-                larger[:, : self._rows.shape[1]] = self._rows
-            self._rows = larger
-        return self._rows, self._layer_index
-
     def _readings(self) -> list[Reading]:
         """Return one reading for each layer, and then that of the whole model. They are computed
         once for each update.
         """
         if self._read[0] != self.updates:
-            rows = in_order(self._rows, self.updates)
+            rows = in_order(self._recent.rows(), self.updates)
             series = torch.cat([rows, rows.sum(1, keepdim=True)], 1).transpose(0, 1)
             make = l1_readings if self.l1 else l2_readings
-            self._read = self.updates, make([*self._layers, "whole model"], series)
+            self._read = self.updates, make([*self._recent.layers, "whole model"], series)
         return self._read[1]
 
     @property
@@ -172,9 +152,10 @@ class NoiseScale:
         """Return tr Σ and |Ĝ|² of the last update, `[layers, 2]`. Their ratio is useless, since
         they come from one batch.
         """
-        if self._rows is None or not self.updates:
+        rows = self._recent.rows()
+        if rows is None or not self.updates:
             raise VarregError("varreg: NoiseScale has no update; call update() after backward().")
-        return self._rows[(self.updates - 1) % self.window, :, :2].detach().cpu().double()
+        return rows[(self.updates - 1) % self.window, :, :2].detach().cpu().double()
 
     def plan(self, batches: Sequence[int], now: int | None = None) -> Plan:
         """Return a plan for other batch sizes: their costs and learning rates, relative to the
@@ -189,8 +170,9 @@ class NoiseScale:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: tensors, numbers and names."""
-        rows = None if self._rows is None else self._rows.detach().clone()
-        counts = {"updates": self.updates, "batch": self.batch, "layers": list(self._layers)}
+        rows, layers = self._recent.rows(), list(self._recent.layers)
+        rows = None if rows is None else rows.detach().clone()
+        counts = {"updates": self.updates, "batch": self.batch, "layers": layers}
         return {"window": self.window, "l1": self.l1, "rows": rows, **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -198,11 +180,11 @@ class NoiseScale:
         _check_state(
             state, self.l1, {layer_of(ledger.name) for _, ledger in self.observer.parameters}
         )
-        rows = state["rows"]
         self.window, self.updates, self.batch = (state[k] for k in ("window", "updates", "batch"))
-        self._layers, self._names, self._read = list(state["layers"]), [], (-1, [])
         device = next((p.device for p, _ in self.observer.parameters), torch.device("cpu"))
-        self._rows = None if rows is None else rows.to(device, copy=True)
+        rows = None if state["rows"] is None else state["rows"].to(device, copy=True)
+        self._recent = Recent(self.window, self.updates, state["layers"], rows)
+        self._read = (-1, [])
 
     def __repr__(self) -> str:
         kind = "ℓ1, " if self.l1 else ""
