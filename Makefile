@@ -1,5 +1,5 @@
 # Two commands do everything on a machine that has only Python 3 and make:
-#   make demo   measure the noise of a small training, plan its batch, compare VR-SGD with SGD fairly
+#   make demo   measure the noise of a small training, plan its batch, compare VR-SGD with SGD fairly: two minutes
 #   make test   the tests, with samples of the large tables: six minutes on two cores
 # And make test-all runs every test, as CI does; make graphs judges random models against the definition: two minutes, or SECONDS=3600.
 # They set up a virtual environment in .venv once, and again only when the requirements change.
@@ -12,12 +12,12 @@ SECONDS ?= 120
 unexport PYTHONDONTWRITEBYTECODE
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all test-versions graphs known-graphs fresh-graphs kernels house sanitize lint types docs docs-serve bench wheels release-check clean
+.PHONY: demo test test-all test-versions graphs known-graphs fresh-graphs kernels house sanitize lint types docs docs-serve picture bench wheels release-check clean
 
 demo: $(VENV)/.lab
 	$(BIN)/varreg noise --task digits --optimizer SGD:momentum=0.9 --lr 0.02 --steps 400 --plan 16,64,256 --out runs/demo-noise
-	$(BIN)/python examples/monitor_digits.py --folder runs/demo-monitor --steps 400 --every 10
-	$(BIN)/varreg compare SGD VRSGD --task digits --out runs/demo
+	$(BIN)/python examples/monitor_digits.py --folder runs/demo-monitor --steps 300 --every 10
+	$(BIN)/varreg compare SGD VRSGD --task digits -s 2 --trials 6 --lr 0.03:1 --seeds 6 --out runs/demo
 	@echo "Open runs/demo/report.html (the comparison), runs/demo-monitor/monitor.html (a training) and runs/demo-noise/noise.svg."
 
 test: $(VENV)/.dev
@@ -64,6 +64,9 @@ docs: $(VENV)/.docs $(VENV)/.dev  # its tables are those of the saved results, i
 
 docs-serve: $(VENV)/.docs
 	$(BIN)/zensical serve
+
+picture: $(VENV)/.lab  # README's picture, from a real small training
+	$(BIN)/python -m tools.readme_picture
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.peers

@@ -32,7 +32,7 @@ import torch
 from benchmarks import peers
 from benchmarks.growth_figures import OURS, PEERS, draw
 from varreg.lab.bench import timing
-from varreg.lab.bench.plan import PLAIN
+from varreg.lab.bench.bench_plan import PLAIN
 from varreg.lab.bench.single_samples import check_moments
 from varreg.lab.bench.training import Training
 from varreg.lab.bench.workloads import Workload, images, part, text

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from benchmarks.keep import shrink
-from varreg.lab.bench.plan import EXACT, PLAIN
-from varreg.lab.report.style import COLORS, STYLE, save
+from varreg.lab.bench.bench_plan import EXACT, PLAIN
+from varreg.lab.report.style import COLORS, DASHES, STYLE, save
 
 GROUPS = "groups=8"
 OURS = {EXACT: "varreg, exact", GROUPS: "varreg, 8 groups"}
@@ -23,7 +23,7 @@ EVERY = "every sample's gradient"
 GREYS = {"BackPACK SumGradSquared": "-", "vmap(grad)": "--", "Opacus": ":"}
 LOOKS: dict[str, dict[str, Any]] = {
     EXACT: {"color": COLORS[1], "linewidth": 2.4, "zorder": 4},
-    GROUPS: {"color": COLORS[2], "linewidth": 2.4, "zorder": 4},
+    GROUPS: {"color": COLORS[2], "linewidth": 2.4, "zorder": 4, "linestyle": DASHES[4]},
     PLAIN: {"color": COLORS[0], "linewidth": 1.4, "zorder": 3},
     EVERY: {
         "color": "#c0c5ce",

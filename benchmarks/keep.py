@@ -70,19 +70,26 @@ def shrink(svg: str) -> str:
 
     >>> shrink('<svg>\n <g id="a">\n  <path d="M 1.23456 2 \nL 3 4 \n"/>\n </g>\n</svg>')
     '<svg><path d="M 1.23 2L 3 4"/></svg>\n'
+    >>> shrink('<svg><text x="1.2345">0.0001</text></svg>')  # a number that is read stays
+    '<svg>\n<text x="1.23">0.0001</text></svg>\n'
     """
     svg = re.sub(r"<(metadata)>.*?</\1>|<\?xml.*?\?>|<!DOCTYPE.*?>", "", svg, flags=re.DOTALL)
     svg = FONTS.sub("font-family: 'DejaVu Sans', Verdana, sans-serif", svg)
     svg = re.sub(r' transform="rotate\(-0 [^"]*"', "", svg)
     used = set(re.findall(r"#([\w.-]+)", svg))
     svg = re.sub(r' id="([^"]+)"', lambda m: m[0] if m[1] in used else "", svg)
-    svg = COORDINATE.sub(lambda m: f"{float(m[0]):.2f}".rstrip("0").rstrip("."), svg)
+    svg = re.sub(r"<[^>]*>", lambda tag: COORDINATE.sub(_rounded, tag[0]), svg)
     svg = re.sub(r" ?\n *(?=[A-Za-z\"])", "", svg)  # between the commands of a path
     svg = re.sub(r"\n\s*", "", svg)
     svg = re.sub(r"(?<=style=\")[^\"]*", lambda m: m[0].replace(": ", ":").replace("; ", ";"), svg)
     while (bare := _without_bare_groups(svg)) != svg:
         svg = bare
     return svg.replace("<text", "\n<text").strip() + "\n"
+
+
+def _rounded(number: re.Match[str]) -> str:
+    """Return a coordinate with two digits behind the point."""
+    return f"{float(number[0]):.2f}".rstrip("0").rstrip(".")
 
 
 def _without_bare_groups(svg: str) -> str:

@@ -19,7 +19,7 @@ from tools.tables import cost
 
 import varreg
 from varreg.lab.bench import timing
-from varreg.lab.bench.plan import EXACT
+from varreg.lab.bench.bench_plan import EXACT
 from varreg.lab.bench.training import Training
 from varreg.lab.bench.workloads import WORKLOADS, YARDSTICK, Workload
 from varreg.lab.environment import machine

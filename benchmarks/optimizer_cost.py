@@ -23,7 +23,7 @@ from tools.tables import speed
 
 import varreg
 from varreg.lab.bench import timing
-from varreg.lab.bench.plan import EXACT, PLAIN
+from varreg.lab.bench.bench_plan import EXACT, PLAIN
 from varreg.lab.bench.training import LR, Training
 from varreg.lab.bench.workloads import WORKLOADS, Workload
 from varreg.lab.environment import machine

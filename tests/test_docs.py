@@ -78,7 +78,10 @@ def test_the_tables_of_all_pages_are_those_of_their_files(capsys):
     assert command.main(["--check"]) == 0, capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["tables.cells", "tables.catalog", "tables.experiments", "prose"])
+WITH_EXAMPLES = [f"tables.{name}" for name in ("cells", "catalog", "experiments", "speed")]
+
+
+@pytest.mark.parametrize("name", [*WITH_EXAMPLES, "prose"])
 def test_examples_of_the_tools(name):
     done = doctest.testmod(importlib.import_module(f"tools.{name}"), optionflags=doctest.ELLIPSIS)
     assert done.attempted

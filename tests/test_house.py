@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import varreg
+from varreg import thresholds
 from varreg._torch import ATTRIBUTES
+from varreg.native import contract
 
 SOURCE = Path(varreg.__file__).parent
 TREES = {p: ast.parse(p.read_text()) for p in sorted(SOURCE.rglob("*.py"))}
@@ -121,6 +124,60 @@ def test_thresholds_are_in_one_module():
                 if value > 16 or (value not in (0.0, 0.5) and value != int(value)):
                     found.add((name.as_posix(), value))
     assert found == NOT_TUNED
+
+
+# Numbers in C that are no thresholds: of the processor, of the format of numbers, of mathematics.
+NOT_TUNED_IN_C = {
+    ("kernels.c", "64"),  # bytes of a vector
+    ("kernels.c", "32"),
+    ("l1.h", "23"),  # bits of a fraction
+    ("l1.h", "52"),
+    ("l1.h", "12582912.0"),  # for the exponential function
+    ("l1.h", "6755399441055744.0"),
+    ("l1.h", "1.44269504088896340736"),
+    ("l1.h", "87.0"),
+    ("l1.h", "708.0"),
+    ("l1.h", "0.693359375"),
+    ("l1.h", "6.93147180369123816490e-01"),
+    ("l1.h", "2.12194440e-4"),
+    ("l1.h", "1.90821492927058770002e-10"),
+    ("threads.c", "40"),  # arguments that the code spells out
+    ("threads.c", "20"),
+    ("threads.c", "30"),
+    ("threads.c", "34"),  # a schedule, by OpenMP's number
+}
+
+
+def test_thresholds_of_native_code_are_in_the_same_module():
+    """C gets them by their names, from the contract. A shift to the left makes a threshold, too."""
+    found = set()
+    for path in sorted((SOURCE / "native").glob("*.[ch]")):
+        code = re.sub(r"/\*.*?\*/|\"[^\"\n]*\"|^#if.*?$", "", path.read_text(), flags=re.S | re.M)
+        assert not re.search(r"\b1 << \d", code), path.name
+        for number in re.findall(r"(?<![\w.])\d+(?:\.\d*)?(?:e-?\d+)?(?![\w.])", code):
+            value = float(number)
+            if value > 16 or (value not in (0.0, 0.5) and value != int(value)):
+                found.add((path.name, number))
+    assert found == NOT_TUNED_IN_C
+    defined = contract.header()
+    for name in contract.THRESHOLDS:
+        assert f"#define {name} {getattr(thresholds, name)!r}\n" in defined
+
+
+def test_the_core_reads_without_other_processes():
+    """`varreg.parallel` is imported by its own files, and by the seam when there are several."""
+    found = set()
+    for path, tree in TREES.items():
+        name = path.relative_to(SOURCE).as_posix()
+        for node in ast.walk(tree):
+            names = [alias.name for alias in getattr(node, "names", ()) if hasattr(alias, "name")]
+            module = getattr(node, "module", None) or ""
+            if isinstance(node, ast.ImportFrom) and any(
+                f"{module}.{n}".startswith("varreg.parallel") for n in names
+            ):
+                found.add(name)
+    ours = {n for n in found if n.startswith("parallel/")}
+    assert found - ours == {"engine/processes.py", "distributed.py"}
 
 
 # What a docstring of a function must not begin with. (Tasks of the lab are shown by theirs.)

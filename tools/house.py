@@ -219,12 +219,18 @@ def naming(word: str) -> list[str]:
 def shared_stems() -> list[str]:
     """Return the names that modules of different subjects share.
 
-    Some names are shared on purpose: in the lab, each kind of experiment has a plan, an analysis, a
-    page and figures; and a step is taken in Python or in C.
+    Two kinds of names are shared on purpose. Each kind of experiment in the lab has a plan, an
+    analysis, a page and figures. And the optimizer's step is there in PyTorch, in C and in Triton.
     """
-    by_design = {"__init__", "__main__", "plan", "analysis", "page", "figures"}
-    by_design |= {"command", "step"}
-    stems = Counter(p.stem for p in SOURCE.rglob("*.py") if p.stem not in by_design)
+    stems: Counter[str] = Counter()
+    for path in SOURCE.rglob("*.py"):
+        folder = path.parent.relative_to(SOURCE)
+        in_experiment = folder.parent == Path("lab/experiments")
+        by_design = ("plan", "analysis", "page", "figures") if in_experiment else ()
+        if path.stem == "step" and str(folder) in ("optim", "native", "triton"):
+            continue
+        if path.stem not in ("__init__", "__main__", *by_design):
+            stems[path.stem] += 1
     return sorted(stem for stem, n in stems.items() if n > 1)
 
 

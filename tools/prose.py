@@ -1,7 +1,9 @@
 """Put every sentence of the pages on a line of its own, so that a change shows what it changes.
+Count the words of running prose, which may not grow beyond a limit.
 
-    python -m tools.prose --check    name the first wrong line of each page
+    python -m tools.prose --check    name the first wrong line of each page; print the words
     python -m tools.prose --write    correct all pages
+    python -m tools.prose --words    print the words of each page
 
 Code, tables, formulas, headings and the output of `tools.tables` do not change. A short bold
 beginning (`**Waits.** Forward …`) stays with the sentence after it.
@@ -16,6 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+LIMIT = 99_999
+"""Words of running prose in README.md and docs/ together. Before you raise it, shorten a page."""
+_WORD = re.compile(r"\S*\w\S*")
 _ITEM = re.compile(r"(\s*)([-*] |\d+\. )")
 _KEPT = re.compile(r"\s*(\||#|!\[|<!--|<|:::|!!!|options:|members:|- - -|\[[^\]]+\]: )|\s*$")
 _INLINE = re.compile(r"(`+)(?:(?!\1).)+?\1|\$[^$\s](?:[^$]*[^$\s])?\$|\]\([^)]*\)")
@@ -92,6 +97,17 @@ def _lines(text: str) -> Iterator[tuple[str, bool]]:
         yield line, not (fence or table or formula or edge or _KEPT.match(line))
 
 
+def words(text: str) -> int:
+    r"""Return the words of a page's running prose, without code, tables, formulas and headings. A
+    formula or a piece of code in a sentence is one word.
+
+    >>> words("# Title\n\nFive *words*: $a = b$ of prose.\n\n- [item](page.md)\n\n```\ncode\n```\n")
+    6
+    """
+    lines = (_INLINE.sub("x", line) for line, prose in _lines(text) if prose)
+    return sum(len(_WORD.findall(line)) for line in lines)
+
+
 def _folded(paragraph: list[str]) -> list[str]:
     """Return the lines of a paragraph, one for each sentence."""
     if not paragraph:
@@ -109,12 +125,31 @@ def pages() -> list[Path]:
     return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
+def documentation() -> list[Path]:
+    """Return the pages whose words are limited: README and those of the site."""
+    return [path for path in pages() if path.name == "README.md" or ROOT / "docs" in path.parents]
+
+
+def count(each: bool) -> int:
+    """Print the words of all pages, and of each one; return 1 if they are over the limit."""
+    found = {path: words(path.read_text(encoding="utf-8")) for path in documentation()}
+    for path, number in found.items() if each else ():
+        print(f"{number:6,}  {path.relative_to(ROOT)}")
+    total = sum(found.values())
+    print(f"{total:,} words of running prose in README.md and docs/; the limit is {LIMIT:,}.")
+    return int(total > LIMIT)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Check or correct all pages."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--check", action="store_true")
-    write = parser.parse_args(arguments).write
+    parser.add_argument("--words", action="store_true", help="print the words of each page")
+    options = parser.parse_args(arguments)
+    if options.words:
+        return count(each=True)
+    write = options.write
     wrong = 0
     for path in pages():
         text = path.read_text(encoding="utf-8")
@@ -128,7 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
         lines = zip(text.splitlines(), better.splitlines())
         number, (has, should) = next((i, p) for i, p in enumerate(lines, 1) if p[0] != p[1])
         print(f"{path.relative_to(ROOT)}:{number}: not one sentence per line:\n  {has}\n  {should}")
-    return 0 if write else min(wrong, 1)
+    return 0 if write else max(min(wrong, 1), count(each=False))
 
 
 if __name__ == "__main__":

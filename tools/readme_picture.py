@@ -55,7 +55,7 @@ def draw(log: Log) -> Figure:
     left.fill_between(step, low, [min(h, top) for h in high], color=COLORS[1], alpha=0.2, lw=0)
     left.plot(step, rows["noise_scale"], color=COLORS[1], label="noise scale, and its interval")
     left.axhline(BATCH, color=COLORS[0], ls="--", label=f"batch: {BATCH}")
-    left.set(title="Which batch size?", xlabel="step", ylabel="samples, log scale")
+    left.set(title="Which batch size?", xlabel="step", ylabel="samples")
     left.set_yscale("log")
     left.set_ylim(10, top)
     right.fill_between(

@@ -4,7 +4,7 @@ The *definition* of a kernel is the same computation in plain PyTorch, in severa
 memory; a kernel needs one pass. (The definition is also called the kernel's *twin*, since both must
 give the same numbers.) All backends have the same functions. A function returns None (or False) to
 leave the work to the definition. The backend of a device without kernels always does.
-`choose_native` in optim/step.py decides which steps use a kernel.
+`choose` in optim/step.py decides which steps use a kernel.
 
 Sums may be S, W, and a second copy of S: the copy becomes `p.grad`, so that PyTorch copies nothing.
 

@@ -193,7 +193,7 @@ def reproduce(
     epochs: Annotated[
         int, typer.Option(help="Epochs of a run; 0: 20 for fashion-mnist, 60 for cifar10.", min=0)
     ] = 0,
-    seeds: Annotated[int, typer.Option(help="Seeds of each of the four arms.", min=1)] = 3,
+    seeds: Annotated[int, typer.Option(help="Seeds of each of the four arms.", min=1)] = 6,
     jobs: Jobs = 0,
     data_dir: Data = None,
     out: Out = None,
@@ -204,9 +204,10 @@ def reproduce(
     say(f"reproduce {name}")
     from varreg.lab.experiments.conduct import conduct
     from varreg.lab.experiments.reproduce.plan import Reproduction
+    from varreg.lab.report.format import count
 
     reproduction = Reproduction(name, epochs, seeds)
-    about = f"4 arms × {seeds} seeds × {reproduction.epochs} epochs."
+    about = f"4 arms × {count(seeds, 'seed')} × {count(reproduction.epochs, 'epoch')}."
     folder = out or Path("runs") / f"reproduce_{name}"
     leave(conduct(reproduction, about, folder, jobs, data_dir, 4 * seeds, command_of(sys.argv)))
 
@@ -336,7 +337,7 @@ def bench(
     look_here(model, batch, loss)
     say("bench: the moments are checked first, then steps are timed")
     from varreg.lab.bench.bench import conduct
-    from varreg.lab.bench.plan import plan
+    from varreg.lab.bench.bench_plan import plan
     from varreg.lab.bench.user_workload import workload_of_command
 
     user = workload_of_command(model, batch, loss, input, classes, batch_size)

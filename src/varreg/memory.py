@@ -19,8 +19,10 @@ _ALL: weakref.WeakSet[Workspace] = weakref.WeakSet()
 class Workspace(threading.local):
     """Memory for temporary results of one kind, in each thread and for each type of number.
 
-    A tensor from a workspace is valid until the next `take` from the same workspace. So all users
-    of one workspace are in one file, and they return none of its tensors to other code.
+    A tensor from a workspace is valid until the next `take` from the same workspace. Two functions
+    return such a tensor: `Contribution.groups` returns C_u of some groups, which the next call
+    overwrites, and `ParameterStep.increment_and_variance` in optim/parameter_step.py returns a
+    variance, which that of the next parameter overwrites.
     """
 
     def __init__(self) -> None:

@@ -36,6 +36,13 @@ def log(
     is found in the noise. `varreg.callbacks.TensorBoard` logs a usable noise scale, from many
     batches.
 
+    Args:
+        writer: A `SummaryWriter`, or any object with its `add_scalar`.
+        step: The step that the values are written for.
+        observer: The observer that `varreg.observe` returned, or None.
+        optimizer: One of varreg's optimizers, or None.
+        layers: Whether to write the values of every layer, too.
+
     >>> import torch, varreg
     >>> class Printer:
     ...     def add_scalar(self, tag, value, step):
@@ -43,12 +50,13 @@ def log(
     >>> model = torch.nn.Linear(1, 1, bias=False)
     >>> observer = varreg.observe(model)
     >>> model(torch.tensor([[1.0], [3.0]])).mean().backward()
-    >>> log(Printer(), 7, observer)
+    >>> varreg.tensorboard.log(Printer(), 7, observer)
     rho 0.25 7
     snr 2.0 7
     noise_scale 0.667 7
     trace 2.0 7
     signal 3.0 7
+
     """
     if observer is None and optimizer is None:
         raise VarregError(

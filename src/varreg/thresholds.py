@@ -125,6 +125,38 @@ PANEL = 32
 """Numbers of a panel that are packed side by side: two vectors of the widest kind (AVX-512), in
 float32. `kernels.c` has the tiles."""
 
+CHAIN = 64
+"""Groups that native code adds up one by one; the sums of such chains are added up afterwards,
+since one long chain drifts. Equal samples then have a variance of 0: tested for 100, 1000 and 3000
+of them. Other lengths were not measured.
+"""
+
+SUMS_AT_ONCE = 1 << 9
+"""Elements whose sums over samples a thread adds up together, in double precision: five arrays,
+20 KiB, which stay in the first-level cache (32 KiB or more). Not measured.
+"""
+
+SHORT_SUM = 1 << 9
+"""Squares that are added up in the precision of a tensor, before they are added to a sum in double
+precision. Not measured.
+"""
+
+SHARED_KERNEL = 1 << 19
+"""Bytes of S and W of a convolution's kernel from which on threads share them and divide its tiles;
+below, each thread has its own and takes a part of the samples. Half of a second-level cache of
+1 MiB. Not measured.
+"""
+
+SHARED_IMAGES, OWN_IMAGES = 1 << 22, 1 << 17
+"""Bytes of packed images that threads share, or that each thread has, at a time: 4 MiB in the
+third-level cache, and 128 KiB in the second-level cache. Not measured.
+"""
+
+WORKERS, PATIENCE = 255, 10_000
+"""For threads without an OpenMP library: the largest number of threads of the pool, a bound on
+memory; and the checks for new work before a thread sleeps, some microseconds. Not measured.
+"""
+
 # ---- the step ------------------------------------------------------------------------------------
 
 LARGE_PARAMETER = 1 << 19

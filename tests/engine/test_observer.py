@@ -24,11 +24,7 @@ def backward(model, x, w):
     losses(model(x), w).mean().backward()
 
 
-# ---- controls: what other tools get wrong must fail our own checks
-# ------------------------------------------------------------
-
-
-def square_each_use(self, contribution: Contribution, dtype):
+def square_each_use(self, contribution: Contribution, dtype, sums=None):
     """Square every use on its own: the mistake that the engine has to avoid."""
     already = self.count
     total = self._add_sums(contribution)
@@ -81,10 +77,6 @@ def test_counting_a_batchless_input_as_a_sample_would_be_noticed():
     naive = 6 * model.pos.weight.grad.square()  # each position taken for one sample
     with pytest.raises(AssertionError, match="off by"):
         assert_close(naive, g["pos.weight"].square().mean(0), scale_of(g) ** 2, "pos")
-
-
-# ---- coverage and summary
-# --------------------------------------------------------------------------------------------------
 
 
 def test_observe_prints_nothing_and_repr_is_a_coverage_table(capsys):
@@ -173,10 +165,6 @@ def test_summary_groups_parameters_by_layer():
     assert summary.model.trace == pytest.approx(sum(r.trace for r in summary.layers))
 
 
-# ---- groups
-# --------------------------------------------------------------------------------------------------
-
-
 def test_the_group_estimate_is_unbiased_for_uneven_groups():
     """The mean over many batches of independent samples, within five standard errors."""
     estimates, exact = [], []
@@ -204,10 +192,6 @@ def test_one_group_says_nothing_about_the_variance_until_there_is_a_second():
     # group means 1.5 and 4.5 of 2 samples each: σ² = 2·(1.5² + 1.5²) = 9; v² = 3/4 σ²
     assert m.variance.item() == pytest.approx(6.75)
     assert m.mean.item() == pytest.approx(3.0)
-
-
-# ---- the batch in another dimension
-# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -263,93 +247,6 @@ def test_embedding_bag_with_offsets():
     varreg.observe(model)
     losses(model(text, offsets), w).mean().backward()
     assert_moments(model, g)
-
-
-# ---- registered rules
-# --------------------------------------------------------------------------------------------------
-
-
-class Hidden(torch.autograd.Function):
-    """x·w, out of the engine's sight."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x * w
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, w = ctx.saved_tensors
-        return dy * w, (dy * x).sum(0)
-
-
-class Scale(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = weight(3)
-
-    def forward(self, x):
-        return Hidden.apply(x, self.weight)
-
-
-@pytest.fixture
-def registry(monkeypatch):
-    rules = {}
-    monkeypatch.setattr("varreg.engine.mechanisms.by_module.MODULE_RULES", rules)
-
-
-@pytest.mark.usefixtures("registry")
-@pytest.mark.parametrize("groups", [None, 3])
-def test_a_registered_rule_serves_a_module_that_hides_its_operation(groups):
-    @varreg.register_rule(Scale)
-    def rule(module, dy, x):
-        return {"weight": dy * x}
-
-    model = nn.Sequential(nn.Linear(4, 3), Scale(), nn.Tanh(), Scale()).double()
-    x, w = torch.randn(6, 4), sample_weights(6)
-    g = one_at_a_time(copy.deepcopy(model), (x,), w)
-    observer = varreg.observe(model, groups=groups)
-    backward(model, x, w)
-    if groups is None:
-        assert_moments(model, g)
-    assert_close(model[1].weight.grad, g["1.weight"].mean(0), scale_of(g), "grad")
-    assert isinstance(model[1].weight, nn.Parameter)
-    assert "Scale (registered)" in repr(observer)
-
-
-@pytest.mark.usefixtures("registry")
-def test_a_rule_that_returns_the_wrong_shape():
-    @varreg.register_rule(Scale)
-    def rule(module, dy, x):
-        return {"weight": (dy * x).sum(0)}
-
-    model = Scale().double()
-    varreg.observe(model)
-    with pytest.raises(
-        ValueError, match=r"the rule for Scale must return 'weight' of shape \(5, 3\), got \(3,\)"
-    ):
-        model(torch.randn(5, 3)).sum().backward()
-
-
-@pytest.mark.usefixtures("registry")
-def test_register_rule_expects_a_module_type_and_a_function():
-    with pytest.raises(ValueError, match=r"expects a subclass of torch\.nn\.Module, got"):
-        varreg.register_rule(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="register_rule expects a function"):
-        varreg.register_rule(Scale)(3)
-
-
-@pytest.mark.usefixtures("registry")
-def test_without_a_rule_a_hidden_use_is_noticed():
-    model = nn.Sequential(nn.Linear(4, 3), Scale()).double()
-    observer = varreg.observe(model)
-    with pytest.warns(
-        UserWarning, match=r"'1\.weight': there is a gradient and there are no moments"
-    ):
-        backward(model, torch.randn(6, 4), sample_weights(6))
-    assert varreg.moments(model[1].weight) is None
-    assert varreg.moments(model[0].weight) is not None
-    assert "1.weight" in repr(observer)
 
 
 def test_moments_of_a_tensor_that_is_not_observed():

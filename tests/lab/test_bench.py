@@ -23,8 +23,8 @@ import varreg
 from varreg.cli import app, main
 from varreg.engine.contribution import Outer
 from varreg.lab.bench import costs, timing
+from varreg.lab.bench.bench_plan import Plan, arms_of, base_of
 from varreg.lab.bench.output import profiles, results, sentences
-from varreg.lab.bench.plan import Plan, arms_of, base_of
 from varreg.lab.bench.single_samples import by_single_samples, check_moments
 from varreg.lab.bench.timing import Peak, Ratio, quantile, ratio, rounds
 from varreg.lab.bench.training import Training

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from varreg.lab.experiments.compare.plan import Comparison
 from varreg.lab.experiments.compare.trials import FRESH, ablations_of, log_grid, target
 from varreg.lab.experiments.execution import begin, carry_out
 from varreg.lab.experiments.reproduce.analysis import analyze as analyze_reproduction
+from varreg.lab.experiments.reproduce.analysis import verdict as verdict_of_reproduction
 from varreg.lab.experiments.reproduce.plan import Reproduction
 from varreg.lab.report.builder import build
 from varreg.lab.report.format import text
@@ -476,7 +479,7 @@ def test_the_control_follows_from_lambda():
     ],
 )
 def test_what_the_reproduction_says(vr, control, words, kind):
-    made = Reproduction("fashion-mnist", 2, 2)
+    made = Reproduction("fashion-mnist", 2, 6)
     results: dict = {}
     for _ in range(2):
         for c in made.plan(results):
@@ -492,20 +495,89 @@ def test_what_the_reproduction_says(vr, control, words, kind):
     assert found["complete"]
     assert words in " ".join(found["verdict"][0].values())
     assert found["verdict"][0]["kind"] == kind
-    assert ("diverged in 2 of 2 runs" in " ".join(found["warnings"])) == (control is None)
+    assert ("diverged in 6 of 6 runs" in " ".join(found["warnings"])) == (control is None)
 
 
-@pytest.mark.parametrize(("epochs", "seeds"), [(1, 3), (3, 1), (1, 1)])
-def test_one_seed_or_one_epoch_reproduces_nothing(epochs, seeds):
+def reproduced(epochs, seeds, sgd, vr, control=0.9):
+    """Results of a reproduction, from each arm's training losses at the end, seed by seed."""
     made, results = Reproduction("fashion-mnist", epochs, seeds), {}
     for _ in range(2):
         for c in made.plan(results):
-            end = 0.5 if c.optimizer == "VRSGD" else 1.0 if c.lr == 0.01 else 0.9
+            ends = vr if c.optimizer == "VRSGD" else sgd if c.lr == 0.01 else control
+            end = ends[c.seed] if isinstance(ends, list) else ends
             lam = 3.0 if c.optimizer == "VRSGD" else None
             results[c.name] = result(c, [2.0] * epochs + [end], 1.0, lam=lam)
-    (said,) = analyze_reproduction(made, results)["verdict"]
+    return made, analyze_reproduction(made, results)
+
+
+@pytest.mark.parametrize("vr", [0.5, 1.5])
+@pytest.mark.parametrize(("epochs", "seeds"), [(1, 3), (3, 1), (1, 1), (2, 2), (20, 5), (1, 6)])
+def test_one_seed_or_one_epoch_reproduces_nothing(epochs, seeds, vr):
+    """Nor does it refute anything: too few say neither."""
+    _, found = reproduced(epochs, seeds, 1.0, vr)
+    (said,) = found["verdict"]
     assert said["kind"] == "unknown"
     assert "too few to say that the paper's claim reproduces" in said["headline"]
+    assert "reproduces." not in said["headline"]
+    assert "does not reproduce" not in " ".join(said.values())
+    assert any("use --seeds 6 or more" in w for w in found["warnings"]) == (seeds < 6)
+
+
+def test_a_tie_does_not_refute():
+    _, found = reproduced(20, 10, 1.0, [0.5] * 9 + [1.0])
+    (said,) = found["verdict"]
+    assert said["kind"] == "reproduced"
+    assert "lower on 9 of 10 seeds" in said["headline"]
+    assert "95 % interval −0.500 to −0.500" in said["headline"]
+
+
+def test_a_broken_seed_does_not_decide():
+    _, found = reproduced(20, 10, 1.0, [0.5] * 9 + [90.0], [0.5] * 9 + [80.0])
+    (said,) = found["verdict"]
+    assert said["kind"] == "explained"
+    assert "100 % of the gain" in said["speed"]
+    assert "VR-SGD needs 20 epochs for what SGD reaches in 20" in said["headline"]
+
+
+def test_no_detectable_difference_is_no_refutation():
+    _, found = reproduced(20, 6, 1.0, [0.5, 1.5] * 3)
+    (said,) = found["verdict"]
+    assert said["kind"] == "same"
+    assert "no detectable difference" in said["headline"]
+    assert "does not reproduce" not in said["headline"]
+
+
+def test_a_part_of_the_gain_is_no_explanation():
+    """The control's gain is smaller, but too scattered to be told from VR-SGD's."""
+    _, found = reproduced(20, 6, 1.0, 0.5, [0.3, 0.4, 0.8, 0.8, 0.9, 0.9])
+    (said,) = found["verdict"]
+    assert said["kind"] == "reproduced"
+    assert "cannot be told" in said["speed"]
+
+
+def test_numbers_of_a_reproduction_are_words_and_a_table():
+    made, found = reproduced(1, 1, 1.0, 0.5)
+    words = text(found)
+    assert "after 1 epoch:" in words
+    assert "1 epochs" not in words
+    shown = made.terminal_table(found)
+    assert max(map(len, shown.splitlines())) <= 100
+    assert "VR-SGD, averaged history" in shown
+    assert "0 of 1" in shown
+    assert made.terminal_table({"arms": []}) == ""
+    part = reproduced(2, 6, 1.0, 0.5)[1]
+    assert "2 of the experiment's 20 epochs" in text(part)
+    assert "of the experiment's" not in text(reproduced(20, 6, 1.0, 0.5)[1])
+
+
+@pytest.mark.parametrize("name", ["fashion-mnist", "cifar10"])
+def test_what_is_published_of_a_reproduction_says_no_more_than_it_would_today(name):
+    saved = json.loads(Path(f"docs/results/{name}/results.json").read_text())
+    assert Reproduction.of(saved["arguments"]).seeds == 3
+    assert saved["verdict"] == [
+        verdict_of_reproduction(saved["arms"], saved["arguments"]["epochs"])
+    ]
+    assert saved["verdict"][0]["kind"] == "unknown"
 
 
 def test_a_run_that_broke_is_counted_and_a_median_stands_beside_the_mean():

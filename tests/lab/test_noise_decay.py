@@ -15,8 +15,8 @@ from tests.lab.test_runs import assert_same
 from varreg.lab.experiments.compare.analysis import lowest
 from varreg.lab.noise_decay import NoiseDecay, factor_of
 from varreg.lab.optimizers.averages import AveragedSGD, ScheduleFreeSGD
-from varreg.lab.runs.best import Best
 from varreg.lab.runs.config import Config
+from varreg.lab.runs.early_stopping import Best
 from varreg.lab.runs.resume import StoppedError, run
 from varreg.lab.runs.run import Run
 from varreg.thresholds import WINDOW

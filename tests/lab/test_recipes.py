@@ -12,8 +12,11 @@ import pytest
 import torch
 
 import varreg
+from tests.device.test_devices import run as run_on_pretend_device
 from tests.lab.test_runs import assert_same
+from tests.support import pretend_device
 from varreg.lab import optimizers, recipe
+from varreg.lab.experiments.compare.plan import Comparison
 from varreg.lab.recipe import Recipe
 from varreg.lab.runs.config import Config
 from varreg.lab.runs.resume import StoppedError, run
@@ -48,6 +51,32 @@ class Signed(torch.optim.Optimizer):
 def not_one(params, lr):
     return "no optimizer"
 """
+
+
+OWN_TASKS = """
+import dataclasses
+from torch import nn
+
+
+def normed():
+    def model():
+        return nn.Sequential(
+            nn.Linear(2, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2)
+        )
+    return dataclasses.replace(spirals(), model=model)
+
+
+def with_recipe():
+    return dataclasses.replace(spirals(), recipe={"schedule": "cosine", "clip": 0.5})
+"""
+
+
+@pytest.fixture
+def own_tasks(tmp_path):
+    """A file with a model with BatchNorm, and a task with a recipe."""
+    path = tmp_path / "own_tasks.py"
+    path.write_text(Path("tests/support/own_task.py").read_text() + OWN_TASKS)
+    return str(path)
 
 
 @pytest.fixture(autouse=True)
@@ -200,7 +229,11 @@ GOES_ON = [
 
 @pytest.mark.parametrize(("name", "options"), GOES_ON)
 def test_every_recipe_goes_on_to_the_bit(name, options, tmp_path):
-    config = Config("digits", name, 0.01, epochs=2, batch=128, options=options)
+    goes_on(Config("digits", name, 0.01, epochs=2, batch=128, options=options), tmp_path)
+
+
+def goes_on(config, tmp_path):
+    """Stop a run twice, let it go on, and compare it with a run in one piece."""
     run(config, tmp_path / "whole")
     for steps in (3, 4, 10**9):
         left = iter(range(steps))
@@ -211,6 +244,74 @@ def test_every_recipe_goes_on_to_the_bit(name, options, tmp_path):
                 stop=lambda left=left, last=steps - 1: next(left) == last,
             )
     assert_same(tmp_path / "whole", tmp_path / "broken")
+
+
+# ---- options of observe
+
+
+OBSERVED = [
+    ("normed", {"batch_norm": "contribution"}),
+    ("normed", {"batch_norm": "contribution", "groups": 5}),
+    ("spirals", {"groups": 5}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), OBSERVED)
+def test_options_of_observe_are_those_of_a_bare_loop(name, options, own_tasks, tmp_path):
+    given = {"s": 1.0, "momentum": 0.9}
+    config = Config(f"{own_tasks}:{name}", "VRSGD", 0.1, epochs=1, batch=50,
+                    options={**given, **options})  # fmt: skip
+    running = Run(config)
+    torch.manual_seed(config.seed)
+    model = running.task.model()
+    groups = options.get("groups")
+    observer = varreg.observe(model, groups, batch_norm=options.get("batch_norm", "refuse"))
+    optimizer = varreg.VRSGD(model.named_parameters(), lr=config.lr, **given)
+    while not running.is_done:
+        x, y = running.batch()
+        optimizer.zero_grad()
+        running.task.loss(model(x), y).backward()
+        moments = varreg.moments(model[0].weight)
+        assert moments.count == 50
+        assert moments.groups == (groups or 50)
+        optimizer.step()
+        running.advance()
+    observer.remove()
+    for p, q in zip(model.parameters(), running.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    goes_on(dataclasses.replace(config, epochs=2), tmp_path)
+
+
+def test_batchnorm_is_refused_unless_it_is_allowed(own_tasks, tmp_path):
+    config = Config(f"{own_tasks}:normed", "VRSGD", 0.1, epochs=1, batch=50, options={"s": 1.0})
+    with pytest.raises(varreg.VarregError, match="BatchNorm"):
+        run(config, tmp_path)
+
+
+# ---- the recipe of a task
+
+
+def test_the_recipe_of_a_task_is_that_of_its_runs(own_tasks):
+    name = f"{own_tasks}:with_recipe"
+    made = Comparison(name, ("SGD", "SGD:clip=2"), trials=3, seeds=1, recipe={"warmup": 0.1})
+    recipes = {c.optimizer + str(c.options["clip"]): recipe.split(c.options, "")[0]
+               for c in made.plan({})}  # fmt: skip
+    assert recipes["SGD0.5"] == Recipe("cosine", 0.1, clip=0.5)
+    assert recipes["SGD2"] == Recipe("cosine", 0.1, clip=2)
+    own = Comparison(name, ("SGD", "Adam"), trials=3, seeds=1, recipe={"schedule": "linear"})
+    assert {c.options["schedule"] for c in own.plan({})} == {"linear"}
+    running = Run(made.plan({})[0])
+    while not running.is_done:
+        running.advance()
+    assert running.optimizer.param_groups[0]["lr"] < 0.01 * running.config.lr  # at its end
+
+
+# ---- another device
+
+
+@pytest.mark.skipif(pretend_device.why_not() is not None, reason=str(pretend_device.why_not()))
+def test_a_run_on_another_device():
+    run_on_pretend_device("tests/lab/on_pretend_device.py")
 
 
 def test_variances_of_a_run_are_recorded():
@@ -266,6 +367,32 @@ def test_an_optimizer_of_a_file_is_that_class(own, tmp_path):
     assert (name, options) == (f"{own}:Signed", {"weight_decay": 0.1})
     result = run(Config("logistic", name, 0.01, epochs=2, batch=128, options=options), tmp_path)
     assert result["evaluations"]["valid_loss"][-1] < 0.8 * result["evaluations"]["valid_loss"][0]
+
+
+def test_lion_and_the_wrapper_around_it(tmp_path):
+    """The example of the docs, of a package that is not ours."""
+    lion = pytest.importorskip("lion_pytorch").Lion
+    name, options = optimizers.parse("lion_pytorch:Lion,weight_decay=0.1")
+    optimizers.check(name, options)
+    plain = Run(dataclasses.replace(options_of(name, **options), lr=0.003))
+    assert type(plain.optimizer) is lion
+    torch.manual_seed(0)
+    model = plain.task.model()
+    bare = lion(model.parameters(), lr=0.003, weight_decay=0.1)
+    while not plain.is_done:
+        x, y = plain.batch()
+        bare.zero_grad()
+        plain.task.loss(model(x), y).backward()
+        bare.step()
+        plain.advance()
+    for p, q in zip(model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+    assert plain.losses[-1] < plain.losses[0]
+    around = options_of("VarianceRegularized", base="lion_pytorch:Lion", s=2.0, weight_decay=0.1)
+    made = Run(around).optimizer
+    assert type(made.base) is lion
+    assert made.param_groups[0]["weight_decay"] == 0.1
+    goes_on(dataclasses.replace(around, lr=0.003), tmp_path)
 
 
 def test_the_wrapper_goes_around_what_it_is_given(own):

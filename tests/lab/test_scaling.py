@@ -17,7 +17,7 @@ from varreg.lab.experiments.execution import carry_out
 from varreg.lab.experiments.scaling.plan import Scaling, planned_part
 from varreg.lab.report.builder import build
 from varreg.lab.report.format import number
-from varreg.noise.plan import make_plan
+from varreg.noise.batch_plan import make_plan
 from varreg.noise.reading import Reading
 
 PLAN = Scaling("plan", "logistic", batch=32, scales=(4, 16), epochs=2, trials=3, lr=(0.01, 1.0))

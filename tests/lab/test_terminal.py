@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,8 +21,11 @@ from varreg.lab.experiments.compare.page import terminal_table
 from varreg.lab.experiments.compare.plan import Comparison
 from varreg.lab.experiments.theory import plan, rows
 from varreg.lab.experiments.theory.computations import Part
+from varreg.lab.listing import listing
+from varreg.lab.optimizers import OPTIMIZERS
 from varreg.lab.runs.config import Config
 from varreg.lab.runs.resume import run
+from varreg.lab.tasks import TASKS
 from varreg.theory.claims.claim import Check
 
 
@@ -260,6 +264,23 @@ def test_the_table_of_arms_fits_into_100_columns():
         assert word in shown
     nothing = {key: value for key, value in {**arm, "lambda": 1.0}.items() if "acc" not in key}
     assert "accuracy" not in terminal_table({"arms": [nothing]})
+
+
+def test_the_list_fits_into_100_columns_and_cuts_nothing():
+    shown = listing()
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= 100
+    for name, entry in OPTIMIZERS.items():
+        (line,) = (line for line in lines if line.startswith(f"  {name} "))
+        assert re.match(rf"  {name} +(no learning rate|\S+ to \S+)  +\S", line), line
+        assert entry.cls.__doc__
+    joined = " ".join(shown.split())
+    for task in TASKS.values():
+        (sentence, *_) = " ".join(task.__doc__.split("\n\n")[0].split()).split(". ")
+        assert sentence in joined
+    entries = re.split(r"\n  (?=\S)", shown.replace("\n\n", "\n  "))
+    ends = [entry.rstrip()[-1] for entry in entries if not entry.startswith(("Tasks", "Opt"))]
+    assert set(ends) == {"."}
 
 
 def a_check(holds: bool, conditions: str) -> dict[str, object]:

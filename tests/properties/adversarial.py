@@ -37,7 +37,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import varreg
-from tests.support.judge import Case, Inputs, Outcome, SilentError, allowed, judge, loss_of
+from tests.support.judge import (
+    COUNTED,
+    ELSEWHERE,
+    NO_MOMENTS,
+    OUTSIDE,
+    SLOTS,
+    UNSCALED,
+    WEIGHTED,
+    Case,
+    Inputs,
+    Outcome,
+    SilentError,
+    allowed,
+    judge,
+    loss_of,
+)
 from tests.support.model_table import Fn
 from tests.support.truth import losses
 
@@ -1102,7 +1117,7 @@ classified(
     "class-weights",
     lambda h, y: F.cross_entropy(h, y, torch.tensor([1.0, 2, 3, 4], dtype=h.dtype)),
     either,
-    told=True,
+    told=WEIGHTED,
 )
 classified(
     "binary", lambda h, y: F.binary_cross_entropy_with_logits(h, F.one_hot(y, 4).double()), exact
@@ -1176,7 +1191,7 @@ either(
         out=linear(3, 5),
     ),
     ids(4),
-    told=True,
+    told=WEIGHTED,
 )
 refused(
     _F,
@@ -1199,7 +1214,7 @@ either(
         prior=weight(3),
     ),
     normal(3),
-    warned=True,
+    warned=NO_MOMENTS,
 )
 
 
@@ -1822,28 +1837,28 @@ for kind, product in (
         f"{kind}-with-a-parameter",
         made(lambda s, x, f=product: f(s.fc(x), s.mix), fc=linear(), mix=weight(3, 3)),
         normal(4, 3),
-        warned=True,
+        warned=NO_MOMENTS,
     )
     either(
         _O,
         f"{kind}-with-the-only-parameter",
         made(lambda s, x, f=product: f(x, s.mix), mix=weight(3, 3)),
         normal(4, 3),
-        warned=True,
+        warned=NO_MOMENTS,
     )
     either(
         _O,
         f"{kind}-with-a-shared-parameter",
         made(lambda s, x, f=product: f(x, s.mix) + x @ s.mix, mix=weight(3, 3)),
         normal(4, 3),
-        warned=True,
+        warned=NO_MOMENTS,
     )
     either(
         _O,
         f"{kind}-with-a-derived-parameter",
         made(lambda s, x, f=product: f(x, s.mix * 2), mix=weight(3, 3)),
         normal(4, 3),
-        warned=True,
+        warned=NO_MOMENTS,
     )
 refused(
     _O,
@@ -1914,7 +1929,7 @@ either(
     made(lambda s, x: compiled(_product)(s.fc(x), s.mix), fc=linear(), mix=weight(3, 3)),
     normal(3),
     batches=(4,),
-    warned=True,
+    warned=NO_MOMENTS,
 )
 
 
@@ -2118,8 +2133,8 @@ either(
     Encoder,
     normal(4, 3),
     call=lambda m, x: m.fold(x),
-    warned=True,
-    told=True,
+    warned=NO_MOMENTS,
+    told=OUTSIDE,
 )
 either(
     _E,
@@ -2127,8 +2142,7 @@ either(
     Encoder,
     normal(1, 3),
     call=lambda m, x: m.fold(x),
-    warned=True,
-    told=True,
+    warned=NO_MOMENTS,
 )
 either(
     _E,
@@ -2136,12 +2150,17 @@ either(
     Encoder,
     normal(4, 3),
     call=lambda m, x: m.time_first(x),
-    warned=True,
-    told=True,
+    warned=NO_MOMENTS,
+    told=OUTSIDE,
     batches=(4, 2, 1),
 )
 either(
-    _E, "method-with-bare-parameters", Encoder, normal(3), call=lambda m, x: m.bare(x), warned=True
+    _E,
+    "method-with-bare-parameters",
+    Encoder,
+    normal(3),
+    call=lambda m, x: m.bare(x),
+    warned=NO_MOMENTS,
 )
 either(
     _E,
@@ -2149,8 +2168,8 @@ either(
     Encoder,
     normal(4, 3),
     call=lambda m, x: m.encode(x),
-    warned=True,
-    told=True,
+    warned=NO_MOMENTS,
+    told=OUTSIDE,
 )
 either(
     _E,
@@ -2158,10 +2177,9 @@ either(
     Encoder,
     normal(4, 3),
     call=lambda m, x: m.out(m.encode(x)),
-    warned=True,
-    told=True,
+    warned=NO_MOMENTS,
 )
-refused(_E, "method-that-shuffles", Encoder, normal(3), call=lambda m, x: m.shuffled(x), told=True)
+refused(_E, "method-that-shuffles", Encoder, normal(3), call=lambda m, x: m.shuffled(x))
 either(_E, "submodule-alone", Encoder, normal(3), call=lambda m, x: m.fc(x))
 either(
     _E,
@@ -2169,8 +2187,8 @@ either(
     Encoder,
     normal(4, 3),
     call=lambda m, x: m.fc(x.flatten(0, 1)).view(x.shape),
-    warned=True,
-    told=True,
+    warned=NO_MOMENTS,
+    told=OUTSIDE,
 )
 either(_E, "submodules-by-hand", Encoder, normal(3), call=lambda m, x: m.out(m.fc(x).tanh()))
 either(
@@ -2179,8 +2197,7 @@ either(
     Encoder,
     normal(4, 3),
     call=lambda m, x: m(x) + m.fold(x),
-    warned=True,
-    told=True,
+    warned=NO_MOMENTS,
 )
 either(
     _E,
@@ -2188,13 +2205,18 @@ either(
     Encoder,
     normal(4, 3),
     call=lambda m, x: m(x) @ m.mix,
-    warned=True,
+    warned=NO_MOMENTS,
 )
 either(
     _E, "forward-twice-with-rolled-input", Encoder, normal(3), call=lambda m, x: m(x) + m(x.cos())
 )
 either(
-    _E, "forward-by-its-name", Encoder, normal(4, 3), call=lambda m, x: m.forward(x), warned=True
+    _E,
+    "forward-by-its-name",
+    Encoder,
+    normal(4, 3),
+    call=lambda m, x: m.forward(x),
+    warned=NO_MOMENTS,
 )
 either(
     _E,
@@ -2202,7 +2224,7 @@ either(
     Encoder,
     normal(4, 3),
     call=lambda m, x: type(m).forward(m, x),
-    warned=True,
+    warned=NO_MOMENTS,
 )
 exact(_E, "keyword-input", Encoder, normal(4, 3), call=lambda m, x: m(x=x))
 exact(_E, "several-forwards-one-backward", Encoder, pair(4, 3), call=lambda m, x, y: m(x) * m(y))
@@ -2536,21 +2558,21 @@ either(
     "vmap-with-a-parameter",
     made(lambda s, x: torch.vmap(lambda v: v @ s.mix)(x), mix=weight(3, 3)),
     normal(3),
-    warned=True,
+    warned=NO_MOMENTS,
 )
 either(
     _V,
     "vmap-with-a-layer",
     made(lambda s, x: torch.vmap(s.fc)(x), fc=linear()),
     normal(3),
-    warned=True,
+    warned=NO_MOMENTS,
 )
 either(
     _V,
     "vmap-of-steps",
     made(lambda s, x: torch.vmap(s.fc, in_dims=1, out_dims=1)(x), fc=linear()),
     normal(4, 3),
-    warned=True,
+    warned=NO_MOMENTS,
     batches=(4, 2, 1),
 )
 either(
@@ -2570,7 +2592,11 @@ refused(
     normal(3),
 )
 either(
-    _V, "vmap-of-an-ensemble", made(ensemble, one=linear(), two=linear()), normal(3), warned=True
+    _V,
+    "vmap-of-an-ensemble",
+    made(ensemble, one=linear(), two=linear()),
+    normal(3),
+    warned=NO_MOMENTS,
 )
 either(
     _V,
@@ -2580,7 +2606,7 @@ either(
         fc=linear(),
     ),
     normal(3),
-    warned=True,
+    warned=NO_MOMENTS,
 )
 either(
     _V,
@@ -2594,14 +2620,14 @@ either(
         right=weight(2, 3),
     ),
     normal(3),
-    warned=True,
+    warned=NO_MOMENTS,
 )
 either(
     _V,
     "functional-call-of-the-observed",
     made(lambda s, x: s.fc(x), fc=linear()),
     normal(3),
-    warned=True,
+    warned=NO_MOMENTS,
     call=lambda m, x: torch.func.functional_call(
         m, {n: p * 2 for n, p in m.named_parameters()}, (x,)
     ),
@@ -2612,7 +2638,7 @@ either(
     "derivative-of-an-energy",
     made(force, fc=linear(), out=linear(3, 1)),
     normal(3),
-    warned=True,
+    warned=NO_MOMENTS,
 )
 either(
     _V,
@@ -2622,7 +2648,7 @@ either(
         mix=weight(3, 3),
     ),
     normal(3),
-    warned=True,
+    warned=NO_MOMENTS,
 )
 either(
     _V,
@@ -2634,14 +2660,14 @@ either(
         mix=weight(3, 3),
     ),
     normal(3),
-    warned=True,
+    warned=NO_MOMENTS,
 )
 either(
     _V,
     "grad-of-a-function-in-forward",
     made(lambda s, x: torch.func.grad(lambda v: torch.tanh(v @ s.mix).sum())(x), mix=weight(3, 3)),
     normal(3),
-    warned=True,
+    warned=NO_MOMENTS,
 )
 
 
@@ -2675,10 +2701,17 @@ def sampled(model: Any, inputs: Inputs, weights: Tensor) -> Any:
 
 
 body = made(lambda s, x: s.fc(x), fc=linear(), prior=weight(3))
-either(_P, "penalty", body, normal(3), use=with_penalty(0.5, ("fc.weight",)), warned=True)
-either(_P, "small-penalty", body, normal(3), use=with_penalty(1e-3, ("fc.weight",)), warned=True)
+either(_P, "penalty", body, normal(3), use=with_penalty(0.5, ("fc.weight",)), warned=NO_MOMENTS)
 either(
-    _P, "penalty-on-the-loss's-own", body, normal(3), use=with_penalty(0.5, ("prior",)), warned=True
+    _P, "small-penalty", body, normal(3), use=with_penalty(1e-3, ("fc.weight",)), warned=NO_MOMENTS
+)
+either(
+    _P,
+    "penalty-on-the-loss's-own",
+    body,
+    normal(3),
+    use=with_penalty(0.5, ("prior",)),
+    warned=NO_MOMENTS,
 )
 either(
     _P,
@@ -2686,7 +2719,7 @@ either(
     made(lambda s, x: s.fc(x), fc=linear(), prototypes=weight(4, 3)),
     normal(3),
     use=margin,
-    warned=True,
+    warned=NO_MOMENTS,
 )
 either(
     _P,
@@ -2694,7 +2727,7 @@ either(
     made(lambda s, x: s.fc(x), fc=linear(), gain=weight(1)),
     normal(3),
     use=sampled,
-    warned=True,
+    warned=NO_MOMENTS,
 )
 either(
     _P,
@@ -2702,14 +2735,14 @@ either(
     made(lambda s, x: s.fc(x) * s.gain, fc=linear(), gain=weight(1)),
     normal(3),
     use=sampled,
-    warned=True,
+    warned=NO_MOMENTS,
 )
 either(
     _P,
     "layer-called-by-the-loss",
     made(lambda s, x: s.fc(x), fc=linear(), critic=linear(3, 1)),
     normal(3),
-    warned=True,
+    warned=NO_MOMENTS,
     call=lambda m, x: m.critic(m(x)),
 )
 either(
@@ -2717,7 +2750,7 @@ either(
     "layer-called-by-the-loss-folded",
     made(lambda s, x: s.fc(x), fc=linear(), critic=linear(3, 1)),
     normal(4, 3),
-    warned=True,
+    warned=NO_MOMENTS,
     call=lambda m, x: m.critic(m(x).flatten(0, 1)).view(len(x), 4),
 )
 either(
@@ -2725,7 +2758,7 @@ either(
     "tied-weights-in-the-loss",
     made(lambda s, i: s.table(i), table=layer(nn.Embedding, 5, 3)),
     ids(4),
-    warned=True,
+    warned=NO_MOMENTS,
     call=lambda m, i: m(i) @ m.table.weight.t(),
 )
 
@@ -2943,14 +2976,14 @@ either(
     "reentrant-method-with-a-bare-parameter",
     lambda: Recomputed(True),
     normal(4, 3),
-    warned=True,
+    warned=NO_MOMENTS,
 )
 either(
     _Q,
     "reentrant-method-that-folds",
     lambda: Recomputed(True, fold=True),
     normal(4, 3),
-    warned=True,
+    warned=NO_MOMENTS,
 )
 for reentrant in (False, True):
     word = "reentrant" if reentrant else "plain"
@@ -2966,7 +2999,7 @@ for reentrant in (False, True):
             mix=weight(3, 3),
         ),
         normal(3),
-        warned=True,
+        warned=NO_MOMENTS,
     )
     expect(
         _Q,
@@ -2979,7 +3012,7 @@ for reentrant in (False, True):
             mix=weight(3, 3),
         ),
         normal(3),
-        warned=True,
+        warned=NO_MOMENTS,
     )
     exact(
         _Q,
@@ -3005,7 +3038,7 @@ for reentrant in (False, True):
         ),
         normal(4, 3),
         batches=(4, 2, 1),
-        warned=True,
+        warned=NO_MOMENTS,
     )
     expect(
         _Q,
@@ -3057,7 +3090,7 @@ for reentrant in (False, True):
         ),
         normal(3),
         batches=(1,),
-        warned=True,
+        warned=NO_MOMENTS,
     )
 
 
@@ -3284,7 +3317,7 @@ class Late(nn.Module):
         return self.fc(x) * self.gain
 
 
-either(_N, "parameter-made-at-the-first-call", Late, normal(3), warned=True)
+either(_N, "parameter-made-at-the-first-call", Late, normal(3), warned=NO_MOMENTS)
 
 
 # ---- einsum
@@ -4017,7 +4050,7 @@ either(
     made(lambda s, b: s.fc(b.x).transpose(0, 1), fc=linear()),
     normal(4, 3),
     batches=(4, 2, 1),
-    told=True,
+    told=ELSEWHERE,
     **unpacked(lambda x: Bag(x.transpose(0, 1))),
 )
 either(
@@ -4026,7 +4059,7 @@ either(
     made(lambda s, x: s.fc(x).transpose(0, 1), fc=linear()),
     normal(4, 3),
     batches=(4, 2, 1),
-    told=True,
+    told=ELSEWHERE,
     call=lambda m, x: m(x.transpose(0, 1)),
 )
 exact(
@@ -4122,7 +4155,7 @@ either(
     made(lambda s, x: s.fc(x), fc=linear()),
     normal(3),
     call=lambda m, x: m(x @ m.fc.weight),
-    warned=True,
+    warned=NO_MOMENTS,
 )
 exact(
     _A,
@@ -4602,14 +4635,14 @@ either(
     made(lambda s, x: s.out(s.fc(x) + s.w), fc=linear(), out=linear(), w=weight(3, 3)),
     normal(3),
     batches=(3,),
-    told=True,
+    told=SLOTS,
 )
 either(
     _N,
     "parameter-cut-to-the-batch",
     made(lambda s, x: s.out(s.fc(x) * s.w[: len(x)]), fc=linear(), out=linear(), w=weight(5, 3)),
     normal(3),
-    told=True,
+    told=SLOTS,
     **_few,
 )
 either(
@@ -4622,7 +4655,7 @@ either(
         rows=layer(nn.Embedding, 5, 3),
     ),
     normal(3),
-    told=True,
+    told=SLOTS,
     **_few,
 )
 exact(
@@ -4705,7 +4738,7 @@ hooked(
     lambda m: m.register_forward_hook(lambda mod, i, o: o @ mod.fc.weight),
     either,
     "model-output-times-a-weight",
-    warned=True,
+    warned=NO_MOMENTS,
 )
 hooked(lambda m: m.fc.register_forward_pre_hook(lambda mod, i: (i[0] * 2,)), exact, "input-doubled")
 hooked(
@@ -4794,7 +4827,7 @@ hooked(
     lambda m: m.register_full_backward_pre_hook(lambda mod, go: (go[0].clamp(-0.1, 0.1),)),
     either,
     "model-backward-clipped",
-    told=True,
+    told=UNSCALED,
 )
 hooked(
     lambda m: m.fc.register_full_backward_hook(lambda mod, gi, go: gi and (gi[0],)),
@@ -5257,7 +5290,9 @@ def attack(
 
 def numbered(name: str, forward: Callable[..., Any], **options: Any) -> None:
     """Add a row of a model in which the number of samples counts, of which a warning tells."""
-    attack(refused, f"number-of-samples-{name}", forward, told=True, batches=(3, 2, 1), **options)
+    attack(
+        refused, f"number-of-samples-{name}", forward, told=COUNTED, batches=(3, 2, 1), **options
+    )
 
 
 def one_label(batch: int) -> Inputs:
@@ -5594,9 +5629,10 @@ class _RunsAgain(torch.autograd.Function):
 
 
 again(either, "backward-that-adds-to-a-gradient",
-      lambda s, x: s.out(_AddsItself.apply(s.fc(x), s.w)), w=weight(4, 4), warned=True)  # fmt: skip
+      lambda s, x: s.out(_AddsItself.apply(s.fc(x), s.w)), w=weight(4, 4),
+      warned=NO_MOMENTS)  # fmt: skip
 again(either, "backward-that-adds-to-a-gradient-that-is-measured",
-      lambda s, x: s.out(_AddsItself.apply(s.fc(x), s.fc.weight)), warned=True)  # fmt: skip
+      lambda s, x: s.out(_AddsItself.apply(s.fc(x), s.fc.weight)), warned=NO_MOMENTS)  # fmt: skip
 again(exact, "backward-that-runs-a-module-again",
       lambda s, x: s.out(_RunsAgain.apply(s.fc(x), s.mid)), mid=linear(4, 4))  # fmt: skip
 again(
@@ -6051,9 +6087,10 @@ for _name, _statistic in {
 }.items():
     # as many in each sample: then the number of samples alone decides, and a warning says so
     fourth(refused, f"{_name}-of-the-input", lambda s, x, f=_statistic: s.out(s.fc(x) * f(x)),
-           told=True)  # fmt: skip
+           told=COUNTED)  # fmt: skip
     fourth(refused, f"{_name}-of-features",
-           lambda s, x, f=_statistic: s.out((h := s.fc(x)) * f(h.detach())), told=True)  # fmt: skip
+           lambda s, x, f=_statistic: s.out((h := s.fc(x)) * f(h.detach())),
+           told=COUNTED)  # fmt: skip
 fourth(refused, "error-that-is-caught", lambda s, x: s.out(s.fc(x) * caught(
     lambda t: torch.zeros(1)[(t.amax() > 1).long()])(x)), one_is_large)  # fmt: skip
 fourth(refused, "error-of-a-lookup-that-is-caught", lambda s, x: s.out(s.fc(x) * caught(
@@ -6185,7 +6222,6 @@ fourth(
     lambda s, inputs: s.out(s.fc(inputs["x"]) * inputs["gain"]),
     call=lambda model, x: model({"gain": torch.arange(1.0, 5.0), "x": x}),
     batches=(4, 3, 2, 1),
-    told=True,
 )
 fourth(either, "nested-rows", lambda s, x: s.out(
     torch.nested.as_nested_tensor(list(s.fc(x))).to_padded_tensor(0.0)))  # fmt: skip

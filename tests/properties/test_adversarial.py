@@ -5,6 +5,7 @@ that says where.
 from __future__ import annotations
 
 import collections
+import warnings
 
 import pytest
 import torch
@@ -12,7 +13,17 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tests.properties.adversarial import CASES, remove_global_hooks
-from tests.support.judge import Case, allowed, depths, judge, samples_meet
+from tests.support.judge import (
+    COUNTED,
+    NO_MOMENTS,
+    OUTSIDE,
+    Case,
+    allowed,
+    depths,
+    has_name,
+    judge,
+    samples_meet,
+)
 
 FAMILIES = sorted({case.family for case in CASES})
 ROWS = [
@@ -123,6 +134,35 @@ def test_the_judge_says_silent_where_moments_are_missing():
         judged(lambda m, x: x @ m.weight + m.bias)
         == "silent: 'weight' has a gradient, no moments, and nothing was said"
     )
+
+
+def out_of_forward(model, x):
+    return x @ model.weight + model.bias
+
+
+def test_the_judge_wants_the_warning_of_missing_moments_that_it_was_told_to_expect():
+    told = judged(out_of_forward, warned=NO_MOMENTS)
+    assert told.startswith("refused: by a warning: varreg: 'bias': there is a gradient")
+    assert judged(out_of_forward, warned=OUTSIDE).startswith("silent: 'weight' has a gradient")
+
+
+def test_the_judge_wants_the_warning_of_other_numbers_that_it_was_told_to_expect():
+    def call(model, x):
+        if is_observed(model):
+            warnings.warn(f"varreg: 'weight' {OUTSIDE}", stacklevel=1)
+        return model(x).roll(1, 0)
+
+    assert judged(call, told=OUTSIDE).startswith("refused: by a warning: varreg: 'weight' was")
+    assert judged(call, told=COUNTED).startswith("silent: 'weight': mean: off by")
+    assert judged(call).startswith("silent: 'weight': mean: off by")
+
+
+def test_a_name_is_found_as_a_whole():
+    message = "varreg: 'fc.weight' and out.bias. More of 'w1', and of a."
+    for name in ("fc.weight", "out.bias", "w1", "a", "More"):
+        assert has_name(message, name)
+    for name in ("weight", "fc", "fc.w", "out", "bias", "w", "w11", "re"):
+        assert not has_name(message, name)
 
 
 def test_the_judge_says_silent_where_an_output_differs():

@@ -193,17 +193,34 @@ def test_missing_moments_are_found():
     assert (verdict.kind, verdict.failed) == ("missing", True)
 
 
-def test_missing_moments_that_a_warning_names_are_told():
-    def observe(model, **options):
-        observer = varreg.observe(model, **options)
-        model.register_forward_hook(
-            lambda *_: graphs.warnings.warn(
-                "varreg: m.weight, m.bias and w have no moments", stacklevel=1
+def warning(message):
+    """Return an engine that gives this warning and no moments."""
+    return Engine(
+        observed_after(
+            lambda model: model.register_forward_hook(
+                lambda *_: graphs.warnings.warn(message, stacklevel=1)
             )
-        )
-        return observer
+        ).observe,
+        lambda p: None,
+    )
 
-    assert judge(APART, Engine(observe, lambda p: None)).kind == "exact"
+
+def test_missing_moments_that_a_warning_names_are_told():
+    assert judge(APART, warning("varreg: m.weight, m.bias and w have no moments")).kind == "exact"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "varreg: m.weight, m.bias and m.w have no moments",
+        "varreg: m.weight, m.bias and ww have no moments",
+        "varreg: m.weight, m.bias and w.x have no moments",
+        "varreg: m.weight, m.bias and w depend on the number of samples",
+        "m.weight, m.bias and w have no moments",
+    ],
+)
+def test_missing_moments_are_not_excused_by_parts_of_names_or_by_other_warnings(message):
+    assert judge(APART, warning(message)).kind == "missing"
 
 
 def test_a_wrong_gradient_is_found():

@@ -20,6 +20,15 @@ from torch import Tensor, nn
 import varreg
 from tests.support.truth import Gradients, losses, sample, sample_weights
 
+# Words of varreg's warnings, one for each kind.
+NO_MOMENTS = "there is a gradient and there are no moments"
+OUTSIDE = "was called outside of the model's forward()"
+WEIGHTED = "weights each sample by the labels of all samples"
+ELSEWHERE = "If your loss takes them from there, ignore this"
+SLOTS = "samples in another order would give them other gradients"
+COUNTED = "it depends on the number of samples"
+UNSCALED = "a hook changes gradients by their size"
+
 Inputs = tuple[Any, ...]
 Use = Callable[[nn.Module, Inputs, Tensor], Any]
 """Trains for one step: `use(model, inputs, weights)` sets the gradients, and returns the model's
@@ -59,11 +68,13 @@ class Case(NamedTuple):
     """"alone": each sample by itself. "graph": each sample's loss, differentiated on the graph of
     the whole batch.
     """
-    warned: bool = False
-    """Whether a warning that names a parameter counts as a refusal."""
-    told: bool = False
-    """Whether a warning about what was taken for a sample, or for its loss, counts as a refusal if
-    numbers differ.
+    warned: str = ""
+    """Words of the warning that counts as a refusal where a parameter that it names has no
+    moments.
+    """
+    told: str = ""
+    """Words of the warning about what was taken for a sample, or for its loss, that counts as a
+    refusal if numbers differ.
     """
     named: bool = True
     """Whether a refusal must name a module or a parameter."""
@@ -367,12 +378,26 @@ def compare(
     try:
         return compare_moments(case, model, plain.gradients, caught)
     except SilentError:
-        warning = next(
-            (str(w.message) for w in caught if str(w.message).startswith("varreg: ")), None
-        )
-        if not case.told or warning is None:
+        warning = case.told and warning_of(caught, case.told)
+        if not warning:
             raise
         return Outcome("refused", f"by a warning: {warning.splitlines()[0]}")
+
+
+def warning_of(caught: list[Any], words: str, name: str = "") -> str:
+    """Return the first warning of varreg's with these words, which must name a parameter if one is
+    given; "" if there is none.
+    """
+    for message in (str(w.message) for w in caught):
+        named = not name or has_name(message, name)
+        if named and words in message and message.startswith("varreg: "):
+            return message
+    return ""
+
+
+def has_name(message: str, name: str) -> bool:
+    """Tell whether a message has this name as a whole, and not as a part of another."""
+    return re.search(rf"(?<![\w.]){re.escape(name)}(?!\.?\w)", message) is not None
 
 
 def compare_grads(model: nn.Module, plain: Plain) -> None:
@@ -399,15 +424,8 @@ def compare_moments(
         if m is None:
             if float(g.abs().max() if g.numel() else 0.0) <= 1e-11 * scale:
                 continue
-            warning = next(
-                (
-                    str(w.message)
-                    for w in caught
-                    if n in str(w.message) and "varreg" in str(w.message)
-                ),
-                None,
-            )
-            if warning is None or not case.warned:
+            warning = case.warned and warning_of(caught, case.warned, n)
+            if not warning:
                 raise SilentError(f"'{n}' has a gradient, no moments, and nothing was said")
             told = Outcome("refused", f"by a warning: {warning.splitlines()[0]}")
             continue

@@ -6,7 +6,7 @@ import math
 import statistics
 from typing import Any
 
-from tools.tables.cells import markdown
+from tools.tables.cells import markdown, once
 from tools.tables.marks import ROOT
 from varreg.lab.report.format import number
 
@@ -14,35 +14,37 @@ Saved = dict[str, Any]
 
 
 def scaling(saved: Saved) -> str:
-    """Return an experiment on scaling, with its command: a column for each batch."""
+    """Return an experiment on scaling, with its command: a row for each batch and rule. Steps and
+    samples are parts of the base's.
+    """
     base = next(arm for arm in saved["arms"] if arm["scale"] == 1)
     others = [arm for arm in saved["arms"] if arm["scale"] > 1]
-    batches = list(dict.fromkeys(arm["batch"] for arm in others))
-    by_place = {(arm["name"], arm["batch"]): arm for arm in others}
-    names = dict.fromkeys(arm["name"] for arm in others)
-    rows = [[name, *(_cell(by_place.get((name, batch))) for batch in batches)] for name in names]
-    loss = _median(base["test_loss"])
-    about = f"base: {loss}; {base['lr']:g}; batch {base['batch']}, {base['steps']:,.0f} steps"
-    head = [about, *(f"batch {batch:,}" for batch in batches)]
-    return f"`{saved['command']}`\n\n{markdown(head, rows)}"
+    against = {"base": "against the base", "adascale": "against AdaScale"}
+    shown = [key for key in against if any(arm[f"against_{key}"] for arm in others)]
+    first = [f"{base['batch']}", "base, tuned", _median(base["test_loss"]), *[""] * len(shown)]
+    rows = [[*first, f"{base['lr']:.3g}", f"{base['steps']:,.0f} steps", ""]]
+    rows += [
+        [
+            f"{arm['batch']:,}",
+            arm["name"],
+            _median(arm["test_loss"]),
+            *(_says(arm, key) for key in shown),
+            f"{arm['lr']:.3g}",
+            *(f"{arm[key]:.3g} ×" for key in ("steps_of_base", "samples_of_base")),
+        ]
+        for arm in sorted(others, key=lambda arm: arm["batch"])
+    ]
+    head = ["batch", "", "test loss", *(against[key] for key in shown)]
+    head += ["learning rate", "steps", "samples"]
+    return f"`{saved['command']}`\n\n{markdown(head, once(rows))}"
 
 
-def _cell(arm: Saved | None) -> str:
-    """Return the test loss of an arm, with marks, its learning rate, and its steps and samples."""
-    if arm is None:
-        return ""
-    marks = [_mark(arm, key, letter) for key, letter in (("base", "b"), ("adascale", "a"))]
-    said = f" ({', '.join(filter(None, marks))})" if any(marks) else ""
-    cost = f"{arm['steps_of_base']:.3g}, {arm['samples_of_base']:.3g}"
-    return f"{_median(arm['test_loss'])}{said}; {arm['lr']:g}; {cost}"
-
-
-def _mark(arm: Saved, against: str, letter: str) -> str:
-    """Return +b where a loss is higher than the base's, −b where it is lower, by the interval of
-    paired differences; nothing where there is no detectable difference.
+def _says(arm: Saved, against: str) -> str:
+    """Return whether a loss is higher or lower by the interval of paired differences; nothing where
+    there is no detectable difference.
     """
     _, low, high = (arm[f"against_{against}"] or {}).get("test_loss", (math.nan,) * 3)
-    return f"+{letter}" if low > 0 else f"−{letter}" if high < 0 else ""
+    return "higher" if low > 0 else "lower" if high < 0 else ""
 
 
 def comparison(saved: Saved) -> str:
@@ -57,16 +59,17 @@ def comparison(saved: Saved) -> str:
         rows.append(
             [
                 f"`{arm['name']}`{s}",
-                f"{arm['lr']:g}",
-                *(_median(arm[key]) for key in ("train_loss", "valid_loss", "test_loss")),
-                f"{100 * statistics.median(accuracy):.1f}" if accuracy else "",
+                _median(arm["test_loss"]),
                 _difference(against.get(arm["name"])),
+                f"{100 * statistics.median(accuracy):.1f}" if accuracy else "",
+                *(_median(arm[key]) for key in ("train_loss", "valid_loss")),
                 _lowest(arm),
+                f"{arm['lr']:g}",
                 f"{arm['lambda']:.3g}",
             ]
         )
-    head = ["", "learning rate", "training loss", "validation loss", "test loss", "accuracy, %"]
-    head += ["test loss, against the first", "lowest validation loss, at step", "mean λ"]
+    head = ["", "test loss", "against the first", "accuracy, %", "training loss"]
+    head += ["validation loss", "lowest, at step", "learning rate", "mean λ"]
     return f"`{saved['command']}`\n\n{markdown(head, rows)}"
 
 
@@ -101,3 +104,25 @@ def ewc(saved: Saved) -> str:
     example = util.module_from_spec(spec)
     spec.loader.exec_module(example)
     return f"`{saved['command']}`\n\n{example.table(saved)}"
+
+
+def ewc_unfinished(saved: Saved) -> str:
+    """Return the arms of a stopped run that were judged: test accuracies, and in how many pairs of
+    seeds an arm is above the first.
+    """
+    judged: dict[str, list[float]] = {}
+    for key, (accuracy, _) in saved["runs"].items():
+        arm, strength, _, part, _ = key.split(", ")
+        if part == "test":
+            name = arm if arm == "none" else f"{arm}, {strength}"
+            judged.setdefault(name, []).append(accuracy)
+    first = next(iter(judged.values()))
+    rows = []
+    for name, found in judged.items():
+        above = sum(a > b for a, b in zip(found, first, strict=True))
+        pairs = "" if found is first else f"{above} of {len(found)}"
+        mean, low, high = statistics.mean(found), min(found), max(found)
+        rows.append([name, f"{mean:.1f} ({low:.1f}–{high:.1f})", pairs])
+    head = ["importance", "mean test accuracy, % (range over seeds)", "above the first, seeds"]
+    said = f"Of {saved['date']}; the file does not say on which machine."
+    return f"`{saved['command']}`\n\n{markdown(head, rows)}\n\n{said}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
+from collections.abc import Iterator
 from typing import Any
 
 from tools.tables.cells import markdown, once
@@ -35,11 +36,17 @@ def measured(*saved: Saved) -> str:
     date, it has the commit.
     """
     places: dict[str, list[str]] = {}
-    for when, where in map(_when_and_where, saved):
+    for when, where in map(_when_and_where, _apart(saved)):
         times = places.setdefault(where, [])
         times += [when] if when and when not in times else []
     said = [f"{' and '.join(times)} on {where}".strip() for where, times in places.items()]
     return f"Measured {'; '.join(said)}."
+
+
+def _apart(saved: tuple[Saved, ...]) -> Iterator[Saved]:
+    """Yield each file, or what says where it was measured for each of its runs."""
+    for one in saved:
+        yield from [{"measured": about} for about in one.get("machines", {}).values()] or [one]
 
 
 def _when_and_where(saved: Saved) -> tuple[str, str]:
@@ -57,7 +64,7 @@ def _when_and_where(saved: Saved) -> tuple[str, str]:
         return f"with varreg {about['commit'][:7]}" if about["commit"] else "", where
     if "date" in saved:
         return saved["date"], saved["machine"]
-    said = str(saved.get("measured") or saved["about"])
+    said = re.sub(r", \d+ threads$", "", str(saved.get("measured") or saved["about"]))  # is in it
     date = re.match(r"(\d{4}-\d\d-\d\d), ", said)
     return (date[1], said[date.end() :]) if date else ("", said)
 

@@ -12,8 +12,16 @@ SHORTLY = {"gives moments for": "incomplete", "raises": "cannot run", "second mo
 
 
 def _name(row: Saved) -> str:
-    """Return the optimizer without its options: a page says which they are."""
-    return f"`{row['optimizer'].split(':')[0]}`"
+    """Return the optimizer with its options, without the momentum: a page says which that is.
+
+    >>> _name({"optimizer": "VRSGD:momentum=0.9"})
+    '`VRSGD`'
+    >>> _name({"optimizer": "VRSGD:momentum=0.9,calibrate=True"})
+    '`VRSGD`, `calibrate=True`'
+    """
+    name, _, options = row["optimizer"].partition(":")
+    shown = [each for each in options.split(",") if each and not each.startswith("momentum=")]
+    return ", ".join(f"`{each}`" for each in (name, *shown))
 
 
 def bench(saved: Saved) -> str:
@@ -85,26 +93,53 @@ def peers(saved: Saved) -> str:
 
 
 def in_short(steps: Saved, tools: Saved) -> str:
-    """Return whole steps and second moments alone in one small table, from both files."""
-    names = list(dict.fromkeys(row["workload"] for row in steps["rows"]))
+    """Return whole steps and second moments alone in one small table of medians, from both files,
+    with a sentence about `calibrate` where no step was measured with it, and one about memory.
+    """
+    rows = {(_name(row), row["workload"]): row for row in steps["rows"]}
+    found = tools["results"]
+    names = list(dict.fromkeys([*(work for _, work in rows), *found]))
 
-    def whole(optimizer: str, arm: str) -> list[str]:
-        chosen = [row for row in steps["rows"] if row["optimizer"].split(":")[0] == optimizer]
-        return [ratio(row["ratio"][arm]) for row in chosen]
+    def whole(optimizer: str) -> list[str]:
+        here = (rows.get((optimizer, name)) for name in names)
+        return [f"{row['ratio']['exact'][0]:.2f}" if row else "–" for row in here]
 
     def alone(tool: str) -> list[str]:
-        return [_peer(tools["results"][name][tool]) for name in names]
+        cells = (_peer(found[name][tool]) if name in found else "–" for name in names)
+        return [cell.split(" (")[0] for cell in cells]
 
-    rows = [
-        ["**`VRSGD`** over `SGD`", *whole("VRSGD", "exact")],
-        ["**`VRAdam`** over `Adam`", *whole("VRAdam", "exact")],
-        ["second moments alone: **varreg**", *alone("varreg")],
-        ["BackPACK", *alone("BackPACK SumGradSquared")],
-        ["`vmap(grad)`", *alone("vmap(grad)")],
-        ["Opacus", *alone("Opacus")],
-        ["one sample at a time", *alone("one sample at a time")],
+    optimizers = sorted(dict.fromkeys(optimizer for optimizer, _ in rows), key=_group)
+    table = [[f"**{name}** over {_base(name)}", *whole(name)] for name in optimizers]
+    table += [
+        [about, *alone(tool)]
+        for about, tool in (
+            ("second moments alone: **varreg**", "varreg"),
+            ("BackPACK", "BackPACK SumGradSquared"),
+            ("`vmap(grad)`", "vmap(grad)"),
+            ("Opacus", "Opacus"),
+            ("one sample at a time", "one sample at a time"),
+        )
     ]
-    return markdown(["a training step over a plain one", *names], rows)
+    return f"{markdown(['a step over a plain one', *names], table)}\n\n{_in_words(steps)}"
+
+
+def _group(optimizer: str) -> str:
+    """Return what rows are sorted by: those of one optimizer stand together."""
+    return {"`VRSGD`": "0", "`VRAdam`": "1"}.get(optimizer.split(",")[0], "2") + optimizer
+
+
+def _base(optimizer: str) -> str:
+    return optimizer.split(",")[0].replace("VR", "")
+
+
+def _in_words(steps: Saved) -> str:
+    """Return the sentences below the small table."""
+    used = [row["bytes"] for row in steps["rows"] if "bytes" in row]
+    memory = [peaks["exact"][0] / peaks["plain"][0] for peaks in used]
+    said = [f"Peak memory is {min(memory):.2f} to {max(memory):.2f} times that of plain training."]
+    if not any("calibrate=True" in row["optimizer"] for row in steps["rows"]):
+        said.insert(0, "These steps are without `calibrate=True`, which adds a pass over memory.")
+    return "\n".join(said)
 
 
 def optimizers(saved: Saved) -> str:

@@ -111,8 +111,14 @@ class TensorBoard(Logger):
     """
 
     def __init__(self, observer: Observer, optimizer: Any, writer: Writer, **options: Any):
-        """Take a `SummaryWriter`, or any object with its `add_scalar`; the other arguments are
-        those of `Logger`.
+        """Take what `Logger` takes, and a writer.
+
+        Args:
+            observer: The observer that `varreg.observe` returned.
+            optimizer: Any torch optimizer; for one of varreg's, λ is logged.
+            writer: A `SummaryWriter`, or any object with its `add_scalar`.
+            options: `every`, `prefix`, `layers` and `window`, as `Logger` has them.
+
         """
         if not hasattr(writer, "add_scalar"):
             raise VarregError(
@@ -141,7 +147,15 @@ class WandB(Logger):
     """Logs to a run of Weights & Biases. The axis of its numbers is the optimizer's steps."""
 
     def __init__(self, observer: Observer, optimizer: Any, run: Any = None, **options: Any):
-        """Take the run that `wandb.init()` returned, or None for the active run."""
+        """Take what `Logger` takes, and a run.
+
+        Args:
+            observer: The observer that `varreg.observe` returned.
+            optimizer: Any torch optimizer; for one of varreg's, λ is logged.
+            run: What `wandb.init()` returned. None: the active run.
+            options: `every`, `prefix`, `layers` and `window`, as `Logger` has them.
+
+        """
         self.run: Any = imported("wandb").run if run is None else run
         if self.run is None:
             raise VarregError(
@@ -165,7 +179,15 @@ class MLflow(Logger):
     def __init__(
         self, observer: Observer, optimizer: Any, run_id: str | None = None, **options: Any
     ):
-        """Take the id of a run, or None for the active run."""
+        """Take what `Logger` takes, and the id of a run.
+
+        Args:
+            observer: The observer that `varreg.observe` returned.
+            optimizer: Any torch optimizer; for one of varreg's, λ is logged.
+            run_id: The id of a run. None: the active run.
+            options: `every`, `prefix`, `layers` and `window`, as `Logger` has them.
+
+        """
         mlflow = imported("mlflow")
         if run_id is None and mlflow.active_run() is None:
             raise VarregError(

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -43,9 +43,8 @@ GRADIENTS = Workspace()
 """Memory for the contributions of a few groups."""
 
 Sums = tuple[Tensor | None, ...]
-"""S and W; None for an empty batch. Some kernels write S twice. Then a third tensor follows: a copy
-of S in memory of its own, which becomes `p.grad`.
-"""
+"""S and W; None for an empty batch. If a kernel writes S twice, a third tensor is the copy of S, in
+memory of its own, which becomes `p.grad`."""
 
 
 @functools.cache
@@ -177,24 +176,26 @@ class Dense(Contribution):
 
 
 class Weight(Contribution):
-    """Contributions to a weight. Its bias gets contributions from the same δ, so one pass over δ
-    may compute the sums of both.
+    """Contributions to a weight. Its bias gets contributions from the same δ, so that one pass can
+    compute the sums of both.
     """
 
-    with_bias = False
-    """True: there is a bias, and `sums` also computes S and W of the bias."""
-    bias_sums: Sequence[Tensor] | None = None
-    """S and W of the bias, if `sums` has computed them in the same pass."""
-    bias_spread: float | None = None
-    """ΣW of the bias, once it was computed in the same pass as ΣW of the weight; None otherwise."""
+    bias: Bias | None = None
+    """Contributions to the bias of the same use, if it has one."""
 
     def sums(self) -> Sums:
+        return self.sums_with_bias()[0]
+
+    def sums_with_bias(self) -> tuple[Sums, Sums | None]:
+        """Return the sums of the weight, and those of its bias; None in place of the latter if
+        there is no bias, or if `self.bias` has to compute them itself.
+        """
         both = self.sums_in_one_pass()
         if both is None:
-            return super().sums()
-        self.bias_sums = None if both.bias is None else tuple(both.bias)
+            return super().sums(), None
         total, square = both.total.view(self.shape), both.square.view(self.shape)
-        return total, square, *(() if both.again is None else (both.again.view(self.shape),))
+        copies = () if both.again is None else (both.again.view(self.shape),)
+        return (total, square, *copies), None if both.bias is None else tuple(both.bias)
 
     def sums_in_one_pass(self, kernels: Any = None) -> LayerSums | None:
         """Return S and W, and those of the bias if there is one, without per-sample gradients in
@@ -215,11 +216,11 @@ class Outer(Weight):
         delta: Tensor,
         a: Tensor,
         shape: torch.Size | None = None,
-        with_bias: bool = False,
+        bias: Bias | None = None,
     ):
         self.partition, self.delta, self.a = partition, delta, a
         self.shape = shape or torch.Size((delta.shape[-1], a.shape[-1]))
-        self.with_bias = with_bias
+        self.bias = bias
 
     def source(self) -> Tensor:
         return self.delta
@@ -232,32 +233,31 @@ class Outer(Weight):
         out = GRADIENTS.take((last - first, delta.shape[2], a.shape[2]), delta)
         return torch.bmm(delta.transpose(1, 2), a, out=out).view(last - first, *self.shape)
 
-    def sums(self) -> Sums:
+    def sums_with_bias(self) -> tuple[Sums, Sums | None]:
         batch, groups = self.partition
         kernels = BACKENDS[self.delta.device.type]
         if self.delta.shape[1] != 1 or groups != batch or not batch or kernels.KNOWS_SINGLE_ROWS:
-            return super().sums()
+            return super().sums_with_bias()
         # one row per sample: (δ ⊗ a)² = δ² ⊗ a², and no per-sample gradient exists
         delta, a = self.delta[:, 0], self.a[:, 0]
-        if self.with_bias:  # contributions to the bias are the rows of δ
-            self.bias_sums = kernels.sums(delta, groups)
+        bias = kernels.sums(delta, groups) if self.bias else None  # it gets the rows of δ
         dtype = stat_dtype(delta.dtype)
         if delta.dtype != dtype or a.dtype != dtype:
             delta, a = delta.to(dtype), a.to(dtype)
-        return (delta.t() @ a).view(self.shape), (delta.square().t() @ a.square()).view(self.shape)
+        total, square = delta.t() @ a, delta.square().t() @ a.square()
+        return (total.view(self.shape), square.view(self.shape)), bias
 
     def sums_in_one_pass(self, kernels: Any = None) -> LayerSums | None:
-        outer = (kernels or BACKENDS[self.delta.device.type]).outer
-        sums: LayerSums | None = outer(self.delta, self.a, self.partition.groups, self.with_bias)
+        outer, has_bias = (kernels or BACKENDS[self.delta.device.type]).outer, self.bias is not None
+        sums: LayerSums | None = outer(self.delta, self.a, self.partition.groups, has_bias)
         return sums
 
     def precise_sums(self) -> Sums:
         dtype = stat_dtype(self.delta.dtype)
         if self.delta.dtype == dtype:
             return super().precise_sums()
-        return Outer(
-            self.partition, self.delta.to(dtype), self.a.to(dtype), self.shape
-        ).precise_sums()
+        delta, a = self.delta.to(dtype), self.a.to(dtype)
+        return Outer(self.partition, delta, a, self.shape).precise_sums()
 
     def size(self) -> Tensor | float:
         """Return Σ_b |δ_b||a_b|. It is at least Σ_br |δ_br||a_br|, so it also bounds rows of one
@@ -273,27 +273,26 @@ class Outer(Weight):
 
 
 class Bias(Contribution):
-    """Contributions to a bias, c_b = Σ_r δ_br, from the δ that its weight uses, too.
-
-    If the sums of the weight were computed first, in one pass over δ, that pass also computed the
-    sums of the bias. Otherwise `make` returns the contributions of the bias by themselves: the same
-    numbers, to rounding.
+    """Contributions to a bias, c_b = Σ_r δ_br. They are made when they are first needed, since the
+    pass over δ for the weight may have computed their sums.
     """
 
-    def __init__(self, weight: Weight, make: Callable[[], Contribution]):
-        self.partition, self.shape = weight.partition, weight.shape[:1]
-        self.weight, self.make = weight, make
+    def __init__(self, partition: Partition, shape: torch.Size, make: Callable[[], Contribution]):
+        self.partition, self.shape, self.make = partition, shape, make
+
+    @functools.cached_property
+    def made(self) -> Contribution:
+        """Return the contributions, computed from δ alone."""
+        return self.make()
 
     def groups(self, first: int, last: int, start: int, n: int) -> Tensor:
-        return self.make().groups(first, last, start, n)
+        return self.made.groups(first, last, start, n)
 
     def sums(self) -> Sums:
-        both = self.weight.bias_sums
-        return self.make().sums() if both is None else tuple(both)
+        return self.made.sums()
 
     def precise_sums(self) -> Sums:
-        return self.make().precise_sums()
+        return self.made.precise_sums()
 
     def total(self) -> Tensor | None:
-        both = self.weight.bias_sums
-        return self.make().total() if both is None else both[0]
+        return self.made.total()

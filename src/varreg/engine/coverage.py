@@ -42,10 +42,10 @@ _FUNCTIONS: dict[type[nn.Module], str] = {
     nn.PReLU: "prelu",
 }
 
-Row = tuple[str, tuple[int, ...], str, str]
+CoverageRow = tuple[str, tuple[int, ...], str, str]
 
 
-def rows(observer: Observer) -> list[Row]:
+def rows(observer: Observer) -> list[CoverageRow]:
     """Return, for every parameter: name, shape, the rule that measures it, and whether its moments
     are exact.
     """

@@ -72,7 +72,9 @@ def try_escapes(
         why = "a backward runs inside of the forward, and must not run again"
     elif given:
         early = any(verdicts.is_early(("escape", *key)) for key in left)
-        by_number = trace.has_slots or any(trace.batch in b.shape for b in observer.model.buffers())
+        by_number = trace.has_row_per_sample or any(
+            trace.batch in b.shape for b in observer.model.buffers()
+        )
         with undisturbed():
             verdict, why = try_forward(
                 observer.model, module, args, kwargs, given, wanted, early, not by_number
@@ -116,7 +118,7 @@ def try_alone(
         return
     if _torch.current_graph_task() != -1 or trace.backwards != BackwardRuns.backwards:
         return  # a checkpoint runs the forward again, or a backward ran inside of it
-    if trace.has_slots or any(ledger.is_sharded for _, ledger in observer.parameters):
+    if trace.has_row_per_sample or any(ledger.is_sharded for _, ledger in observer.parameters):
         return
     given, wanted = _placed(inputs, outputs)
     if not (given and wanted):

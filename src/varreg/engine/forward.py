@@ -21,7 +21,7 @@ from varreg.engine.inputs_outputs import Outputs, place_inputs, refuse_inputs
 from varreg.engine.marks import begin_forward, mark, mark_of
 from varreg.engine.mechanisms import by_module
 from varreg.engine.partition import Partition
-from varreg.engine.refusals import TRACEABLE, place, refuse_transform
+from varreg.engine.refusals import TRACEABLE, describe_module, refuse_transform
 from varreg.engine.trace.arguments import tensors_of
 from varreg.engine.trace.eager import runs_as_it_is, uncompiled
 from varreg.engine.trace.layout import Place
@@ -46,7 +46,7 @@ class Hook:
         # TorchScript asks a hook for its name
         if name == "__name__" and self.__dict__.get("observer") is not None:
             raise AttributeError(
-                f"varreg: {place('', self.__dict__['observer'].model)} is observed, and "
+                f"varreg: {describe_module('', self.__dict__['observer'].model)} is observed, and "
                 "torch.jit.script cannot compile an observed model. Call remove() on the observer "
                 "first, or use copy.deepcopy(model), which is not observed."
             )
@@ -122,7 +122,7 @@ class Forward:
     def path(self) -> str:
         """Return the path of the module whose forward is running, with its type."""
         module = self.run.modules[-1] if self.run.modules else self.observer.model
-        return place(self._name_of(module), module)
+        return describe_module(self._name_of(module), module)
 
     def _name_of(self, module: nn.Module) -> str:
         return self.observer.parameters.module_names.get(module, "")
@@ -226,7 +226,7 @@ class Forward:
             trace.escape("a torch function mode, or a dispatch mode, around the model")
         if not is_recomputation:
             if module is not observer.model:
-                where = place(self._name_of(module), module)
+                where = describe_module(self._name_of(module), module)
                 observer.notices.outside(where, observer.batch_dim, batch)
             if batch:
                 window.last_partition = observer.grouping.partition(batch)

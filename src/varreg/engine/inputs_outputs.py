@@ -21,7 +21,7 @@ from varreg.engine.trace.arguments import hidden_tensors, tensors_of
 from varreg.engine.trace.gradient_hooks import watch_outputs
 from varreg.engine.trace.layout import Layout, Lost, Owners, Ragged, Single, Summed, Where
 from varreg.engine.trace.packed import rows_of_steps
-from varreg.engine.trace.unseen import candidates_for, place
+from varreg.engine.trace.unseen import candidates_for, find_place
 from varreg.errors import VarregError
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class Outputs:
     def _check(self, t: Tensor, has_all: bool, is_certain: bool) -> None:
         trace, where = self.observer.tracer.trace, mark_of(t)
         if where is None or is_unseen(t):
-            where = place(trace, t, candidates_for(t, trace.batch))
+            where = find_place(trace, t, candidates_for(t, trace.batch))
         if where is DERIVED:
             message = derived_output_message(tuple(t.shape), trace.names([t]))
             t.register_hook(refuse_gradient(message))

@@ -17,7 +17,7 @@ from varreg.devices import without_autocast
 from varreg.engine import processes
 from varreg.engine.cleared import is_zero, refuse_unclear
 from varreg.engine.combined import combine
-from varreg.engine.contribution import Contribution
+from varreg.engine.contribution import Contribution, Sums, Weight
 from varreg.engine.mean_variance import Moments
 from varreg.engine.number_range import sums_in_range
 from varreg.engine.on_device import copy_shared_totals
@@ -43,8 +43,8 @@ class GradientWatch:
     def note(self, grad: Tensor | None, differs: bool = False) -> None:
         """Note a gradient's state, so that a later write can be detected.
 
-        A gradient `differs` if it is not the measured sum itself: it may be zero where the sum is
-        a rounding error. On a device, varreg does not look, and assumes that it is zero.
+        A gradient that `differs` from the measured sum may be zero where the sum is a rounding
+        error. On a device, varreg does not look, and assumes that it is zero.
         """
         if grad is None:
             self.trace = self.ref = None
@@ -56,9 +56,8 @@ class GradientWatch:
 
     def is_written(self, grad: Tensor) -> bool:
         """Return whether `grad` is not the noted tensor, or was written to since."""
-        if self.ref is None or self.ref() is not grad:
-            return True
-        return self.trace != (grad.data_ptr(), grad._version)
+        is_other = self.ref is None or self.ref() is not grad
+        return is_other or self.trace != (grad.data_ptr(), grad._version)
 
     def is_same(self, grad: Tensor) -> bool:
         """Return whether `grad` is the noted tensor. Its values may have changed."""
@@ -70,11 +69,10 @@ class GradientWatch:
         """Return whether the gradient was cleared since it was noted: set to None, or overwritten
         with zeros. `total` is the sum that was measured for the noted gradient.
 
-        Zeros count as cleared if the gradient was not zero before, or if it was written to. If
-        clipping writes zeros over zeros before a step, the gradient looks cleared, and the sums
-        restart. With `search`, zeros also count without a known write (`p.grad.data`, NumPy). On a
-        device, `Window.restart_cleared` searches later, and raises. `zero`, if known, says whether
-        the gradient is zero.
+        Zeros (`zero`, if that is known) count as cleared if the gradient was not zero before, or if
+        it was written to. If clipping writes zeros over zeros before a step, the gradient looks
+        cleared, and the sums restart. With `search`, zeros also count without a known write
+        (`p.grad.data`, NumPy). On a device, `Window.restart_cleared` searches later, and raises.
         """
         if grad is None:
             return self.trace is not None
@@ -93,8 +91,6 @@ class Ledger:
     # counts of all processes that are still unread on the device, each with its W
     unread: Sequence[tuple[Tensor, Tensor]] = ()
     recorder: Any = None  # records the norms of samples, if norms=True
-    sums_alone = False  # True: only sums over elements are kept; `whole` is S, if needed
-    whole: Tensor | None = None
 
     def __init__(self, name: str, reduction: str):
         self.name, self.reduction = name, reduction
@@ -102,7 +98,7 @@ class Ledger:
         self.was_warned = False  # True: the user was warned that a use of it is not seen
         self.gradient = GradientWatch()
 
-        self.uses: set[int] = set()  # ids of uses in living graphs, which may still arrive
+        self.uses: set[int] = set()  # ids of uses whose graph exists: a backward may run there
         self.awaited = 0  # uses that a re-entrant checkpoint will add; they have no graph yet
         self.is_reused = False  # True: some window had several uses; always wait for all
         self.may_share_total = False  # True: S may share the memory of p.grad in this window
@@ -113,8 +109,7 @@ class Ledger:
 
         self.in_window = False  # True: a use arrived in the running backward
         self.is_checked = False  # True: this backward knows whether p.grad was cleared before it
-        self.was_cleared = False  # True: cleared since the last window closed
-        self.ever_cleared = False
+        self.was_cleared = self.ever_cleared = False  # since the last window closed; at any time
 
         self.is_float64 = False  # True: sums are float64; float32 would overflow or underflow
         self.is_check_due = True  # True: the next window compares p.grad with the sums
@@ -180,25 +175,38 @@ class Ledger:
         has_hooks = bool(p._post_accumulate_grad_hooks)
         self.may_share_total = not (p.is_cpu or has_hooks or processes.are_several())
 
-    def add(self, contribution: Contribution, dtype: torch.dtype) -> Tensor | None:
-        """Add the contributions of a use. Return their sum, the gradient for autograd."""
-        self.arrived += 1
+    @property
+    def must_wait(self) -> bool:
+        """Return whether nothing is squared before other uses have arrived."""
         # a use that a checkpoint will add may have arrived already: waiting is right in any case
-        if self.is_reused or self.pending or len(self.uses) + self.awaited > 1:
+        return self.is_reused or bool(self.pending) or len(self.uses) + self.awaited > 1
+
+    def sums_with_bias(self, weight: Weight) -> tuple[Any, Any]:
+        """Return the sums of a weight and of its bias, from one pass; None where it gives none."""
+        is_other = self.must_wait or self.is_float64
+        return (None, None) if is_other else weight.sums_with_bias()
+
+    def add(self, use: Contribution, dtype: torch.dtype, sums: Any = None) -> Tensor | None:
+        """Add the contributions of a use, with the result of `sums_with_bias`, if it is known.
+        Return their sum, the gradient for autograd.
+        """
+        self.arrived += 1
+        if self.must_wait:
             copy_shared_totals([self])  # this backward may write to p.grad before the end
-            self.pending.append(contribution)
-            total = contribution.total()
+            self.pending.append(use)
+            total = use.total() if sums is None else sums[0]
             if self.is_check_due:
-                self.added_size = self.added_size + contribution.size()
+                self.added_size = self.added_size + use.size()
         else:
-            total = self._add_sums(contribution)
+            total = self._add_sums(use, sums)
         return total if total is None or total.dtype == dtype else total.to(dtype)
 
-    def _add_sums(self, contribution: Contribution) -> Tensor | None:
+    def _add_sums(self, contribution: Contribution, sums: Sums | None = None) -> Tensor | None:
         """Add S and W of a window's contributions, and count its samples. Return S; or its second
-        copy, if there is one, which p.grad can own.
+        copy, if there is one, which p.grad can own. `sums` are S and W, if they are known.
         """
-        sums = contribution.precise_sums() if self.is_float64 else contribution.sums()
+        if sums is None or self.is_float64:
+            sums = contribution.precise_sums() if self.is_float64 else contribution.sums()
         total, square, *copies = sums
         if total is not None and square is not None:
             if (self.is_float64 or self.is_check_due) and square.is_cpu:

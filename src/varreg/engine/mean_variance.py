@@ -13,7 +13,7 @@ from torch import Tensor
 
 from varreg import few_launches
 from varreg.backends import BACKENDS
-from varreg.parallel.shards import is_sharded
+from varreg.shards import is_sharded
 from varreg.thresholds import VARIANCE
 
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from varreg.engine.mean_variance import Moments
 from varreg.engine.totals import Totals
-from varreg.parallel.shards import number
+from varreg.shards import number
 from varreg.tables import table
 
 
 @dataclass(frozen=True)
-class Row:
+class NoiseRow:
     """Statistics of one layer, or of the whole model.
 
     With g the true gradient and Σ the covariance of the per-sample gradients, unbiased estimates
@@ -82,8 +82,8 @@ class Row:
 class Summary:
     """Rows per layer, and one for the whole model; `print` it."""
 
-    layers: list[Row]
-    model: Row | None
+    layers: list[NoiseRow]
+    model: NoiseRow | None
 
     def as_dict(self) -> dict[str, float]:
         """Return flat numbers for a logger: `rho/conv1`, `snr/conv1`, `noise_scale/conv1`, …, and
@@ -105,7 +105,7 @@ class Summary:
         return f"{table(head, cells, words=(0, 4))}\nFor a batch size: varreg.NoiseScale."
 
     @staticmethod
-    def _cells(r: Row) -> tuple[str, ...]:
+    def _cells(r: NoiseRow) -> tuple[str, ...]:
         return (
             r.name,
             f"{r.parameters:,}",
@@ -120,7 +120,7 @@ def layer_of(name: str) -> str:
     return name.rpartition(".")[0] or name
 
 
-def row(name: str, parts: Sequence[Moments | Totals]) -> Row:
+def row(name: str, parts: Sequence[Moments | Totals]) -> NoiseRow:
     """Return the statistics of some parameters together."""
     count = min(m.count for m in parts)
     square = sum(number(m.total_mean_square) for m in parts)
@@ -128,7 +128,7 @@ def row(name: str, parts: Sequence[Moments | Totals]) -> Row:
         number(m.total_variance) * m.count / (m.count - 1) if m.count > 1 else math.nan
         for m in parts
     )
-    return Row(name, sum(m.elements for m in parts), count, math.sqrt(square), trace)
+    return NoiseRow(name, sum(m.elements for m in parts), count, math.sqrt(square), trace)
 
 
 def summarize(named: list[tuple[str, Moments | Totals | None]], by_layer: bool = True) -> Summary:

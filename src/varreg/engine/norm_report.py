@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from varreg.engine.ledger import Ledger
-from varreg.engine.sample_norms import Part
+from varreg.engine.sample_norms import NormsOfWindow
 from varreg.errors import MeasurementError, VarregError
 from varreg.tables import table
 
@@ -108,7 +108,7 @@ def _times(norm: float, middle: float) -> str:
 
 def assemble(parameters: Iterable[tuple[Tensor, Ledger]]) -> Norms:
     """Return the norms of all samples whose gradients are in the `p.grad` of parameters."""
-    kept: dict[str, list[Part]] = {}
+    kept: dict[str, list[NormsOfWindow]] = {}
     reduction = "mean"
     for p, ledger in parameters:
         reduction = ledger.reduction
@@ -157,7 +157,7 @@ def _is_cleared(p: Tensor, ledger: Ledger) -> bool:
     return ledger.gradient.is_cleared(p.grad, ledger.total, search=False)
 
 
-def _batches(parts: list[Part]) -> dict[int, int]:
+def _batches(parts: list[NormsOfWindow]) -> dict[int, int]:
     """Return the number of the batch of each window, by the number of the window. Windows of the
     same forward have the same batch.
     """

@@ -21,7 +21,7 @@ from varreg.engine.refusals import (
     check_per,
     is_traceable_call,
 )
-from varreg.engine.sample_norms import Recorder
+from varreg.engine.sample_norms import NormRecorder
 from varreg.engine.totals_ledger import TotalsLedger
 from varreg.engine.trace.tracer import Tracer
 from varreg.engine.window import Window
@@ -55,7 +55,7 @@ def observe(
         norms: Also store the norm of each sample's gradient, for `observer.norms()`. It cannot be
             combined with `groups`.
         per: `"element"` keeps mean and variance of each element of a parameter. `"tensor"` and
-            `"model"` keep their sums over elements alone, which cost almost nothing:
+            `"model"` keep their sums over elements alone; what that saves depends on the model.
             `varreg.moments(p)` is then a `Totals`. `NoiseScale`, `AdaScale`, `summary()` and
             optimizers with the same `per` need no more.
 
@@ -98,7 +98,7 @@ class Observer:
         self.parameters = Parameters(model, reduction, ledger_type)
         self.window = Window(self.parameters)
         if norms:
-            self.parameters.record(Recorder(self.window))
+            self.parameters.record(NormRecorder(self.window))
         self.tracer = Tracer(self)
         self.forward = Forward(self)
         self.graphs = Graphs(self)
@@ -171,7 +171,7 @@ class Observer:
             )
         return assemble(self.parameters)
 
-    def coverage(self) -> list[coverage.Row]:
+    def coverage(self) -> list[coverage.CoverageRow]:
         """Return a row for every parameter: name, shape, the rule that measures it, and whether its
         moments are exact.
         """

@@ -21,7 +21,7 @@ from varreg.engine.mean_variance import Moments
 from varreg.engine.number_range import leaves_range, with_unknown_squares
 from varreg.engine.totals import Totals
 from varreg.errors import VarregError
-from varreg.parallel.shards import is_sharded, like
+from varreg.shards import is_sharded, like
 
 Pairs = Callable[[nn.Module], list[tuple[Tensor, Tensor]]]
 """Returns the gathered parameters of a model, each with the sharded one that it stands for."""
@@ -165,6 +165,12 @@ def moments(p: Tensor) -> Moments | Totals | None:
     Like `p.grad`, they are sums over all samples since the gradient was last cleared. Changes of
     `p.grad` after `backward()`, such as clipping or unscaling, do not change them.
 
+    Args:
+        p: A parameter of an observed model.
+
+    Returns:
+        A `Moments`, or a `Totals` if the model is observed with `per="tensor"` or `"model"`.
+
     >>> import torch, varreg
     >>> layer = torch.nn.Linear(1, 1, bias=False)
     >>> observer = varreg.observe(layer)
@@ -172,6 +178,7 @@ def moments(p: Tensor) -> Moments | Totals | None:
     >>> m = varreg.moments(layer.weight)
     >>> m.count, m.mean.item(), round(m.variance.item(), 4)  # gradients 1, 2, 6: variance 14/3
     (3, 3.0, 4.6667)
+
     """
     if not isinstance(p, Tensor):
         raise VarregError(
@@ -213,6 +220,9 @@ def is_observed(p: Tensor) -> bool:
     """Return whether an observer has parameter `p`: its moments are measured in the next
     `backward()`.
 
+    Args:
+        p: A parameter.
+
     >>> import torch, varreg
     >>> layer = torch.nn.Linear(1, 1, bias=False)
     >>> varreg.moments(layer.weight), varreg.is_observed(layer.weight)  # call varreg.observe
@@ -220,6 +230,7 @@ def is_observed(p: Tensor) -> bool:
     >>> observer = varreg.observe(layer)
     >>> varreg.moments(layer.weight), varreg.is_observed(layer.weight)  # call backward()
     (None, True)
+
     """
     if not isinstance(p, Tensor):
         raise VarregError(

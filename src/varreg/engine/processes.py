@@ -1,5 +1,5 @@
-"""The interface to other processes. In a single process it does nothing, and `varreg.parallel` is
-never imported.
+"""The interface to other processes. In a single process it does nothing, and does not import
+`varreg.parallel`.
 """
 
 from __future__ import annotations

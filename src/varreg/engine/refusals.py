@@ -38,7 +38,7 @@ def _is_compiled(module: nn.Module) -> bool:
     )
 
 
-def place(name: str, module: nn.Module) -> str:
+def describe_module(name: str, module: nn.Module) -> str:
     """Return a module's path and type, for messages."""
     kind = type(module).__name__
     return f"'{name}' ({kind})" if name else f"the model itself ({kind})"
@@ -95,7 +95,7 @@ def check_model(
 ) -> None:
     """Refuse a model that cannot be observed."""
     for name, m in model.named_modules():
-        where = place(name, m)
+        where = describe_module(name, m)
         if _is_compiled(m):
             raise VarregError(
                 f"varreg: {where} is compiled, and compiled code ignores the engine. Call "
@@ -198,7 +198,7 @@ def refuse_transform(model: nn.Module) -> None:
     elif _torch.forward_ad._current_level >= 0:
         what = "forward-mode differentiation (torch.autograd.forward_ad, torch.func.jvp)"
     raise VarregError(
-        f"varreg: {what} runs {place('', model)}, which is observed, and would record the "
-        "engine in place of the model. Call remove() on the observer first, or use "
+        f"varreg: {what} runs {describe_module('', model)}, which is observed, and would record "
+        "the engine in place of the model. Call remove() on the observer first, or use "
         "copy.deepcopy(model), which is not observed."
     )

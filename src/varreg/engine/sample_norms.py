@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from varreg.engine.window import Window
 
 
-class Part(NamedTuple):
+class NormsOfWindow(NamedTuple):
     """The norms of one backward for one parameter."""
 
     window: int
@@ -35,7 +35,7 @@ class Part(NamedTuple):
     """|c_i|², `[batch]`."""
 
 
-class Recorder:
+class NormRecorder:
     """Records |c_i|² in each ledger, until its gradient is cleared."""
 
     def __init__(self, window: Window):
@@ -44,7 +44,7 @@ class Recorder:
     def record(self, ledger: Ledger, contribution: Contribution) -> Tensor:
         """Record |c_i|² of all uses of a parameter in the running backward, and return them."""
         squares = from_chunks(contribution, True) if ledger.is_float64 else squared(contribution)
-        part = Part(self.window.number, frozenset(ledger.arriving), widest(squares))
+        part = NormsOfWindow(self.window.number, frozenset(ledger.arriving), widest(squares))
         ledger.norms.append(part)
         return part.squares
 
@@ -74,7 +74,7 @@ def _(c: Dense) -> Tensor:
 
 @squared.register
 def _(c: Bias) -> Tensor:
-    return squared(c.make())
+    return squared(c.made)
 
 
 @squared.register

@@ -7,6 +7,7 @@ Letters as in contribution.py. `squared` in sample_norms.py has |c_i|² of each 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from varreg.engine.sample_norms import squared
 from varreg.few_launches import square_pending_roots
 from varreg.native import spread
 
-Measured = tuple[Tensor | None, Tensor | float]
+TotalAndSpread = tuple[Tensor | None, Tensor | float]
 """S, and ΣW; S is None where it was not asked for, or for an empty batch."""
 
 
@@ -39,12 +40,12 @@ def precise(c: Contribution) -> Tensor | float:
 
 
 @functools.singledispatch
-def measured(contribution: Any, with_total: bool) -> Measured:
+def measured(contribution: Any, with_total: bool) -> TotalAndSpread:
     """Return S, if it is wanted, and ΣW, in the fastest way for a kind of contribution."""
     return _in_chunks(contribution, with_total)
 
 
-def _in_chunks(c: Contribution, with_total: bool) -> Measured:
+def _in_chunks(c: Contribution, with_total: bool) -> TotalAndSpread:
     """Return S and ΣW from the contributions of a few samples at a time."""
     total = None
     square: Tensor | float = 0.0
@@ -63,7 +64,7 @@ def _sum_of_squares(t: Tensor) -> Tensor:
 
 
 @measured.register
-def _(c: Dense, with_total: bool) -> Measured:
+def _(c: Dense, with_total: bool) -> TotalAndSpread:
     if not c.partition.batch:
         return None, 0.0
     values = c.values.to(stat_dtype(c.values.dtype))
@@ -73,63 +74,23 @@ def _(c: Dense, with_total: bool) -> Measured:
 
 
 @measured.register
-def _(c: Weight, with_total: bool) -> Measured:
-    source = c.source()
-    if source is None or source.is_cpu:
-        both = c.sums_in_one_pass(spread) if has_kernels() and c.partition.batch else None
-        if both is None:
-            return _in_chunks(c, with_total)
-        c.bias_sums = None if both.bias is None else tuple(both.bias)
-        return both.total.view(c.shape), both.square.sum()
-    total, square, *copies = c.sums()
-    if square is None:
-        return total, 0.0
-    square_pending_roots()
-    return copies[0] if copies else total, square.sum(dtype=widest(square).dtype)
+def _(c: Weight, with_total: bool) -> TotalAndSpread:
+    return measured_with_bias(c, with_total)[0]
 
 
 @measured.register
-def _(c: Stacked, with_total: bool) -> Measured:
-    return measured(Dense(c.partition, c.values[0]), with_total)
+def _(c: Bias, with_total: bool) -> TotalAndSpread:
+    return measured(c.made, with_total)
 
 
 @measured.register
-def _(given: Outer, with_total: bool) -> Measured:
-    c = given
-    dtype = stat_dtype(c.delta.dtype)
-    if c.delta.dtype != dtype or c.a.dtype != dtype:
-        c = Outer(c.partition, c.delta.to(dtype), c.a.to(dtype), c.shape, c.with_bias)
-    (b, r, o), i = c.delta.shape, c.a.shape[2]
-    if not b:
-        return None, 0.0
-    if r == 1 and c.delta.is_cpu and has_kernels():
-        delta, a = c.delta[:, 0], c.a[:, 0]
-        if (found := native.single(delta, a)) is not None:
-            given.bias_spread = found[1]
-            return (delta.t() @ a).view(c.shape) if with_total else None, found[0]
-    if r == 1 or 2 * r * (o + i) < o * i:  # Gram matrices are cheap
-        return c.total() if with_total else None, squared(c).sum()
-    return measured.dispatch(Weight)(c, with_total)
-
-
-@measured.register
-def _(c: Bias, with_total: bool) -> Measured:
-    both, alone = c.weight.bias_sums, c.weight.bias_spread
-    if alone is not None:
-        return c.make().total() if with_total else None, alone
-    if both is None:
-        return measured(c.make(), with_total)
-    return both[0], both[1].sum(dtype=widest(both[1]).dtype)
-
-
-@measured.register
-def _(c: Scattered, with_total: bool) -> Measured:
+def _(c: Scattered, with_total: bool) -> TotalAndSpread:
     total, square = measured(c.looked_up, with_total)
     return c.scatter(total), square  # each row is looked up once: nothing is added up
 
 
 @measured.register
-def _(c: SparseRows, with_total: bool) -> Measured:
+def _(c: SparseRows, with_total: bool) -> TotalAndSpread:
     if not c.partition.batch:
         return None, 0.0
     if c.shape[0] <= c.ids.numel():  # W has fewer rows than the samples looked up
@@ -137,3 +98,56 @@ def _(c: SparseRows, with_total: bool) -> Measured:
         assert square is not None
         return total, square.sum(dtype=widest(square).dtype)
     return c.total() if with_total else None, squared(c).sum()
+
+
+# ---- weights, whose biases are measured in the same pass -----------------------------------------
+
+
+@functools.singledispatch
+def measured_with_bias(
+    c: Any, with_total: bool = True
+) -> tuple[TotalAndSpread, TotalAndSpread | None]:
+    """Return S, if it is wanted, and ΣW of a weight; and S and ΣW of its bias, or None if there is
+    no bias, or if it has to be measured by itself.
+    """
+    source = c.source()
+    if source is None or source.is_cpu:
+        both = c.sums_in_one_pass(spread) if has_kernels() and c.partition.batch else None
+        if both is None:
+            return _in_chunks(c, with_total), None
+        weight: TotalAndSpread = both.total.view(c.shape), both.square.sum()
+        return weight, None if both.bias is None else _summed_up(both.bias)
+    (total, square, *copies), bias = c.sums_with_bias()
+    if square is None:
+        return (total, 0.0), None
+    square_pending_roots()
+    weight = copies[0] if copies else total, square.sum(dtype=widest(square).dtype)
+    return weight, None if bias is None else _summed_up(bias)
+
+
+def _summed_up(sums: Sequence[Tensor] | Tensor) -> TotalAndSpread:
+    """Return S and ΣW, from S and W."""
+    return sums[0], sums[1].sum(dtype=widest(sums[1]).dtype)
+
+
+@measured_with_bias.register
+def _(c: Stacked, with_total: bool = True) -> tuple[TotalAndSpread, TotalAndSpread | None]:
+    return measured(Dense(c.partition, c.values[0]), with_total), None
+
+
+@measured_with_bias.register
+def _(c: Outer, with_total: bool = True) -> tuple[TotalAndSpread, TotalAndSpread | None]:
+    dtype = stat_dtype(c.delta.dtype)
+    if c.delta.dtype != dtype or c.a.dtype != dtype:
+        c = Outer(c.partition, c.delta.to(dtype), c.a.to(dtype), c.shape, c.bias)
+    (b, r, o), i = c.delta.shape, c.a.shape[2]
+    if not b:
+        return (None, 0.0), None
+    if r == 1 and c.delta.is_cpu and has_kernels():
+        delta, a = c.delta[:, 0], c.a[:, 0]
+        if (found := native.single(delta, a)) is not None:
+            total = (delta.t() @ a).view(c.shape) if with_total else None
+            return (total, found[0]), None if c.bias is None else (c.bias.total(), found[1])
+    if r == 1 or 2 * r * (o + i) < o * i:  # Gram matrices are cheap
+        return (c.total() if with_total else None, squared(c).sum()), None
+    return measured_with_bias.dispatch(Weight)(c, with_total)

@@ -15,10 +15,15 @@ from torch import Tensor
 
 from varreg import native
 from varreg.devices import widest
-from varreg.engine.contribution import Contribution, stat_dtype
+from varreg.engine.contribution import Contribution, Weight, stat_dtype
 from varreg.engine.ledger import Ledger
 from varreg.engine.mechanisms.pull_back import eps_of
-from varreg.engine.total_squares import has_kernels, measured, precise
+from varreg.engine.total_squares import (
+    has_kernels,
+    measured,
+    measured_with_bias,
+    precise,
+)
 from varreg.engine.totals import Totals
 from varreg.errors import MeasurementError
 from varreg.thresholds import LARGEST_SQUARE, SAME_LENGTH, SMALLEST_SQUARE
@@ -31,13 +36,12 @@ class TotalsLedger(Ledger):
     sums, and whether S is zero.
     """
 
-    sums_alone = True
     by_gradient = False  # True: S is p.grad, and is not kept
     is_check_missed = False  # True: a comparison of p.grad with S was due, but S was not kept
 
     def restart(self, is_complete: bool = True) -> None:
         super().restart(is_complete)
-        self.whole = None  # S, where it is kept
+        self.kept_total: Tensor | None = None  # S, where it is kept
         self.spread: Tensor | float = 0.0  # ΣW
         self.length1: Tensor | float = 0.0  # Σ|S_p|
         self.length2: Tensor | float = 0.0  # |S|²
@@ -57,15 +61,23 @@ class TotalsLedger(Ledger):
         elif self.by_gradient:
             if not (is_plain and self._is_unchanged(p.grad)):
                 self._refuse_changed()
-            self.whole = None  # it was kept for one comparison, in an earlier window
+            self.kept_total = None  # it was kept for one comparison, in an earlier window
         self.keeps = not self.by_gradient or (self.is_check_due and self.total is None)
 
-    def _add_sums(self, contribution: Contribution) -> Tensor | None:
+    def sums_with_bias(self, weight: Weight) -> tuple[Any, Any]:
+        if self.must_wait or self.recorder is not None:
+            return None, None
+        return measured_with_bias(weight)
+
+    def _add_sums(self, contribution: Contribution, sums: Any = None) -> Tensor | None:
         """Add ΣW of a window's contributions, and S where it is kept, and count its samples. Return
-        S; None if `add` has returned it before, use by use.
+        S; None if `add` has returned it before, use by use. `sums` are S and ΣW, if known.
         """
         needs_total = self.keeps or not self.pending
-        if self.recorder is None:
+        total: Tensor | None
+        if self.recorder is None and sums is not None:
+            total, square = sums
+        elif self.recorder is None:
             total, square = measured(contribution, needs_total)
         else:
             total = contribution.total() if needs_total else None
@@ -77,7 +89,7 @@ class TotalsLedger(Ledger):
                 square = self._in_float64(contribution)
         self.spread = self.spread + square
         if self.keeps and total is not None:
-            self.whole = total if self.whole is None else self.whole + total
+            self.kept_total = total if self.kept_total is None else self.kept_total + total
         if not (self.arriving and self.arriving <= self.forwards):
             self.count += contribution.partition.batch
             self.groups += contribution.partition.groups
@@ -97,8 +109,8 @@ class TotalsLedger(Ledger):
         was_open = self.in_window
         super().close(p)
         if was_open:
-            self._sum_up(p.grad if self.by_gradient else self.whole)
-            self.is_check_missed |= self.is_check_due and self.whole is None
+            self._sum_up(p.grad if self.by_gradient else self.kept_total)
+            self.is_check_missed |= self.is_check_due and self.kept_total is None
 
     def _sum_up(self, S: Tensor | None) -> None:
         """Note |S|² and ΣW."""
@@ -123,7 +135,7 @@ class TotalsLedger(Ledger):
                     f"varreg: moments of '{self.name}' were read during backward(). With "
                     "per='model' or per='tensor' they are complete when backward() has returned."
                 )
-            self._sum_up(self.whole)
+            self._sum_up(self.kept_total)
         m = super().read(p, stepping)
         if m is None:
             return None

@@ -22,6 +22,7 @@ from varreg.engine.ledger import Ledger
 from varreg.engine.on_device import copy_sums
 from varreg.engine.parameters import Parameters, warn_unmeasured
 from varreg.engine.partition import Partition
+from varreg.engine.totals_ledger import TotalsLedger
 from varreg.engine.trace.eager import runs_as_it_is, uncompiled
 from varreg.errors import MeasurementError
 from varreg.few_launches import square_pending_roots
@@ -142,7 +143,7 @@ class Window:
         self.recalled = {}
         self.number += 1
         others: list[tuple[Tensor, Ledger]] = []
-        whole: set[int] = set()  # ids of parameters whose gradient is known to be measured
+        measured: set[int] = set()  # ids of parameters whose gradient is S itself
         # also for parameters that this backward did not reach: the next backward checks again
         for key, (p, ledger) in self.parameters.known.items():
             ledger.is_checked = ledger.was_cleared = False
@@ -155,7 +156,7 @@ class Window:
         if on_device:
             square_pending_roots()
             known = self.parameters.known
-            whole = copy_sums([known[key] for key in known if key in reached])
+            measured = copy_sums([known[key] for key in known if key in reached])
         for p, ledger in others:
             if id(p) in counted:
                 ledger.close(p)
@@ -166,16 +167,18 @@ class Window:
         if processes.are_several() and _torch.current_graph_task() != -1:
             _torch.queue_callback(self._note_reduced_gradients)
         if check and reached:
-            self._check_nothing_unseen(list(reached.values()), whole)
+            self._check_nothing_unseen(list(reached.values()), measured)
 
     def _note_reduced_gradients(self) -> None:
         """Note the state of all gradients after the last writes of DDP and FSDP in a backward."""
         for p, ledger in self.parameters:
             ledger.gradient.note(p.grad, ledger.precision > 0 or ledger.is_reused)
 
-    def _check_nothing_unseen(self, reached: list[tuple[Tensor, Ledger]], whole: set[int]) -> None:
+    def _check_nothing_unseen(
+        self, reached: list[tuple[Tensor, Ledger]], measured: set[int]
+    ) -> None:
         """Check that p.grad has no part that was not measured: for every parameter in its first
-        window, then for one parameter in each window, in turn. Ids in `whole` need no check.
+        window, then for one parameter in each window, in turn. Ids in `measured` need no check.
         """
         due = []
         for p, ledger in reached:
@@ -185,7 +188,7 @@ class Window:
         # the next parameter in turn: each window compares one, and many windows compare all
         reached[self.number % len(reached)][1].is_check_due = True
         for p, ledger in due:
-            if id(p) not in whole:
+            if id(p) not in measured:
                 _refuse_unseen_gradient(p, ledger)
 
 
@@ -207,7 +210,7 @@ def _refuse_unseen_gradient(p: Tensor, ledger: Ledger) -> None:
     Hooks on the parameter and reductions over ranks change `p.grad` on purpose: then there is no
     check.
     """
-    total = ledger.whole if ledger.sums_alone else ledger.total
+    total = ledger.kept_total if isinstance(ledger, TotalsLedger) else ledger.total
     if p.grad is None or total is None or not ledger.is_complete or p._backward_hooks:
         return
     if processes.are_several():

@@ -14,7 +14,7 @@ import varreg
 from varreg.errors import VarregError
 from varreg.lab import optimizers, store
 from varreg.lab.environment import environment
-from varreg.lab.report.style import COLORS, STYLE, new_figure, save, say_scales, scale
+from varreg.lab.report.style import COLORS, STYLE, new_figure, save, scale
 from varreg.lab.runs.config import Config
 from varreg.lab.runs.run import Run
 from varreg.lab.tasks import lookup
@@ -96,7 +96,6 @@ def figure(curve: Curve) -> Figure:
         axes.plot(curve["step"], value, color=COLORS[1])
         scale(axes, finite)
         axes.set(title="gradient noise scale", xlabel="steps")
-        say_scales(made)
         return made
 
 

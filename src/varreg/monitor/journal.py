@@ -128,9 +128,14 @@ class Journal:
 
 
 def read(path: str | os.PathLike[str]) -> Log:
-    """Return the contents of a monitor's file. `path` is the monitor's path, or the file's.
+    """Return the contents of a monitor's file.
 
-    `log.records` has the numbers of every record, `log.layers` the names of layers.
+    Args:
+        path: The monitor's path, or that of its file.
+
+    Returns:
+        A log: `log.records` has the numbers of every record, `log.layers` the names of layers.
+
     """
     if not isinstance(path, (str, os.PathLike)):
         raise VarregError(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from varreg.monitor import page
+from varreg.monitor import live_page
 from varreg.monitor.journal import FORMAT, Journal, data_path, page_path
 from varreg.monitor.measured_step import Numbers
 from varreg.monitor.recording import Recorder
@@ -87,7 +87,7 @@ class Publisher:
         if running:
             status["refresh"] = self._refresh
         try:
-            page.write(self.page, page.html(self.journal.log, status))
+            live_page.write(self.page, live_page.html(self.journal.log, status))
         except OSError as error:
             self._warn(error)
         if self.handle is not None:
@@ -99,7 +99,7 @@ class Publisher:
     def frame(self) -> str:
         """Return the current page in a frame, for a notebook."""
         status = {"written": round(time.time(), 2), **self.status}
-        text = escaping.escape(page.html(self.journal.log, status), quote=True)
+        text = escaping.escape(live_page.html(self.journal.log, status), quote=True)
         style = "width:100%;height:720px;border:0"
         return f'<iframe title="varreg monitor" srcdoc="{text}" style="{style}"></iframe>'
 

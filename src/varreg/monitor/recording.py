@@ -19,7 +19,7 @@ from varreg.monitor.measured_step import Numbers
 from varreg.monitor.pace import Pace
 from varreg.noise.noise_scale import NoiseScale
 from varreg.optim.base import Regularized
-from varreg.parallel.shards import is_sharded
+from varreg.shards import is_sharded
 from varreg.thresholds import WINDOW
 
 Sink = Callable[[Numbers], None]

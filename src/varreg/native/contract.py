@@ -1,8 +1,8 @@
 """The contract between Python and C: structs whose fields have names, and enums.
 
 `tasks.h` declares the same structs for C. When the library is built, `header()` writes the enums,
-and an assertion for the size of each struct and the place of each field. If the two sides differ,
-the compiler reports it. In C, `History.MEAN` is `HISTORY_MEAN`.
+the thresholds that C uses, and an assertion for the size of each struct and the place of each
+field. If the two sides differ, the compiler reports it. In C, `History.MEAN` is `HISTORY_MEAN`.
 """
 
 from __future__ import annotations
@@ -10,16 +10,7 @@ from __future__ import annotations
 import ctypes
 from enum import IntEnum
 
-from varreg.thresholds import (
-    BLOCK,
-    LARGEST_HISTORY,
-    LARGEST_SQUARE,
-    PARALLEL,
-    RECENT,
-    SMALLEST_SQUARE,
-    TOGETHER,
-    WORTH_THREADS,
-)
+from varreg import thresholds
 
 
 class History(IntEnum):
@@ -37,6 +28,17 @@ class Form(IntEnum):
     AFFINE = 1
 
 
+class Counts(IntEnum):
+    """Forms of the numbers of ρ in the history."""
+
+    WIDE = 0
+    """A number for each element, of the history's type."""
+    SHARED = 1
+    """One number for all elements, of the history's type."""
+    NARROW = 2
+    """A 16-bit number for each element."""
+
+
 class Increment(IntEnum):
     """Increments that have a kernel."""
 
@@ -46,7 +48,7 @@ class Increment(IntEnum):
     ADAM = 3
 
 
-ENUMS: tuple[type[IntEnum], ...] = (History, Form, Increment)
+ENUMS: tuple[type[IntEnum], ...] = (History, Form, Counts, Increment)
 
 
 def _fields(kind: type, names: str) -> list[tuple[str, type]]:
@@ -57,9 +59,9 @@ class Task(ctypes.Structure):
     """One tensor's part of a call for many tensors. `tasks.h` explains each field."""
 
     _fields_ = (
-        *_fields(ctypes.c_int64, "n increment history form scale_free is_shared is_partial"),
+        *_fields(ctypes.c_int64, "n increment history form scale_free counts is_outgrown"),
         *_fields(ctypes.c_void_p, "total square grad products"),
-        *_fields(ctypes.c_void_p, "variance delta rho_sum rho_count lam x steps"),
+        *_fields(ctypes.c_void_p, "variance delta rho_sum rho_count lam absent x steps"),
         *_fields(ctypes.c_void_p, "average squares N C V"),
         *_fields(ctypes.c_void_p, "recent spent times"),
         *_fields(ctypes.c_double, "scale m factor rounding"),
@@ -84,18 +86,18 @@ class Convolution(ctypes.Structure):
     )
 
 
+THRESHOLDS = (
+    *("BLOCK", "CHAIN", "SUMS_AT_ONCE", "SHORT_SUM", "TOGETHER", "WORTH_THREADS"),
+    *("SHARED_KERNEL", "SHARED_IMAGES", "OWN_IMAGES", "WORKERS", "PATIENCE"),
+    *("RECENT", "SMALLEST_SQUARE", "LARGEST_SQUARE", "PARALLEL"),
+)
+"""The thresholds that C uses, by their names in thresholds.py."""
+
+
 def header() -> str:
     """Return the C header that states this contract."""
-    lines = [
-        f"#define BLOCK {BLOCK}",
-        f"#define LARGEST_HISTORY ((REAL){LARGEST_HISTORY!r})",
-        f"#define RECENT {RECENT!r}",
-        f"#define SMALLEST_SQUARE {SMALLEST_SQUARE!r}",
-        f"#define LARGEST_SQUARE {LARGEST_SQUARE!r}",
-        f"#define PARALLEL {PARALLEL!r}",
-        f"#define TOGETHER {TOGETHER}",
-        f"#define WORTH_THREADS {WORTH_THREADS}",
-    ]
+    lines = [f"#define {name} {getattr(thresholds, name)!r}" for name in THRESHOLDS]
+    lines.append(f"#define LARGEST_HISTORY ((REAL){thresholds.LARGEST_HISTORY!r})")
     for enum in ENUMS:
         prefix = enum.__name__.upper()
         lines += [f"#define {prefix}_{member.name} {member.value}" for member in enum]

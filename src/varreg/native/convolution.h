@@ -39,8 +39,8 @@ static NAME(plan) NAME(plan_of)(const Convolution *s, int threads) {
     int64_t size = 2 * s->o * p.ld * (int64_t)sizeof(REAL),
             unit = (s->images / s->per + s->groups - 1) / s->groups * s->per;
     int64_t bytes = unit * (p.image + s->o * p.r) * (int64_t)sizeof(REAL);
-    p.shared = size > (1 << 19);
-    int64_t most = (p.shared ? 1 << 22 : 1 << 17) / bytes,
+    p.shared = size > SHARED_KERNEL;
+    int64_t most = (p.shared ? SHARED_IMAGES : OWN_IMAGES) / bytes,
             fair = p.shared ? s->groups : (s->groups + threads - 1) / threads;
     p.at_once = most < 1 ? 1 : most < fair ? most : fair;
     return p;
@@ -244,7 +244,7 @@ static int64_t NAME(part)(const Convolution *s, const REAL *x, const REAL *delta
                                     (REAL)1 / (REAL)run.n);
                 }
                 since += units;
-                if (since >= FEW) {
+                if (since >= CHAIN) {
                     NAME(fold)(all_sums, some, both * own);
                     since = 0;
                 }

@@ -21,11 +21,11 @@ NAME(tile)(const int mr, const int nv, const int alone, int64_t units, int64_t n
            const REAL *b, const NAME(lines) *at, REAL *restrict S, void *restrict W, int64_t ld,
            int64_t valid, REAL share) {
     /* a few groups at a time: one long chain of additions would drift */
-    for (int64_t first = 0; first < units; first += FEW) {
+    for (int64_t first = 0; first < units; first += CHAIN) {
         NAME(vec) total[MR][NV], square[MR][NV], all[NV] = {{0}};
         UNROLL for (int m = 0; m < mr; m++)
             UNROLL for (int v = 0; v < nv; v++) total[m][v] = square[m][v] = (NAME(vec)){0};
-        for (int64_t u = first; u < units && u < first + FEW; u++) {
+        for (int64_t u = first; u < units && u < first + CHAIN; u++) {
             NAME(vec) c[MR][NV];
             UNROLL for (int m = 0; m < mr; m++)
                 UNROLL for (int v = 0; v < nv; v++) c[m][v] = (NAME(vec)){0};

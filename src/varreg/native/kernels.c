@@ -26,7 +26,6 @@ extern int omp_get_thread_num(void); /* clang has no omp.h of its own; see threa
 #define MR 6
 #endif
 #define NV 2
-#define FEW 64 /* groups in one chain of additions */
 
 #define LANES ((int64_t)(VECTOR / sizeof(REAL)))
 #define AT(p) (*(NAME(vec) *)(p)) /* a vector, at any address */

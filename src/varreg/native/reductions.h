@@ -84,25 +84,25 @@ static inline void NAME(statistics)(const REAL *x, int64_t n, int centre, double
 }
 
 /* Write S and W of contributions in memory, [b, n] with rows `stride` apart. Sums over samples are
-   in double precision, and over at most 64 groups at a time: one long chain of additions would
+   in double precision, and over at most CHAIN groups at a time: one long chain of additions would
    drift, but where all samples are equal, S^2 and m W must be equal, too. */
 void NAME(sums)(const REAL *values, REAL *total, REAL *square, int64_t batch, int64_t groups,
                 int64_t n, int64_t stride, int threads) {
-    enum { WIDTH = 512 };
+    enum { WIDTH = SUMS_AT_ONCE };
     int64_t size = batch / groups, larger = batch % groups;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int64_t first = 0; first < n; first += WIDTH) {
         int64_t width = n - first < WIDTH ? n - first : WIDTH;
         double all_s[WIDTH] = {0}, all_w[WIDTH] = {0}, s[WIDTH] = {0}, w[WIDTH] = {0}, c[WIDTH];
         const REAL *v = values + first;
-        for (int64_t u = 0, full = 64; u < groups; u++) {
+        for (int64_t u = 0, full = CHAIN; u < groups; u++) {
             if (u >= full) {
                 for (int64_t j = 0; j < width; j++) {
                     all_s[j] += s[j];
                     all_w[j] += w[j];
                     s[j] = w[j] = 0;
                 }
-                full = u + 64;
+                full = u + CHAIN;
             }
             int64_t members = size + (u < larger);
             if (members == 1 && u + 4 <= groups) { /* later groups are no larger */

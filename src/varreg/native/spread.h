@@ -40,7 +40,7 @@ void NAME(lengths)(const REAL *x, double *sums, int64_t n, int threads) {
         double size = 0, square = 0;
         for (int64_t from = n * t / threads, end = n * (t + 1) / threads; from < end;) {
             /* add up a few at a time in the precision of x, then in double precision */
-            const int64_t stop = end - from < 512 ? end : from + 512;
+            const int64_t stop = end - from < SHORT_SUM ? end : from + SHORT_SUM;
             REAL a = 0, s = 0;
 #pragma omp simd reduction(+ : a, s)
             for (int64_t k = from; k < stop; k++) {
@@ -58,8 +58,8 @@ void NAME(lengths)(const REAL *x, double *sums, int64_t n, int threads) {
 
 static inline double NAME(length2)(const REAL *x, int64_t n) {
     double sum = 0;
-    for (int64_t from = 0; from < n; from += 512) {
-        const int64_t stop = n - from < 512 ? n : from + 512;
+    for (int64_t from = 0; from < n; from += SHORT_SUM) {
+        const int64_t stop = n - from < SHORT_SUM ? n : from + SHORT_SUM;
         REAL s = 0;
 #pragma omp simd reduction(+ : s)
         for (int64_t k = from; k < stop; k++) s += x[k] * x[k];

@@ -10,6 +10,8 @@
 #include <stdint.h>
 #include <stdlib.h>
 
+#include "contract.h"
+
 #ifdef _WIN32
 #include <windows.h>
 #define HERE
@@ -42,10 +44,8 @@ typedef pthread_cond_t Condition;
 #define wake pthread_cond_broadcast
 #endif
 
-#define ARGUMENTS 40  /* variables that a parallel region uses, at most */
-#define LOOPS 4       /* loops with a dynamic schedule in one region, at most */
-#define WORKERS 255   /* threads of the pool, at most */
-#define PATIENCE 10000 /* checks before a thread sleeps or yields: some microseconds */
+#define ARGUMENTS 40 /* variables that a parallel region uses, at most: see work() */
+#define LOOPS 4      /* loops with a dynamic schedule in one region, at most */
 
 #define P void *
 #define P10 P, P, P, P, P, P, P, P, P, P

@@ -18,7 +18,7 @@ from varreg.errors import MeasurementError, VarregError
 from varreg.noise import measure
 from varreg.noise.scalable import check, power_of
 from varreg.optim.parameter_names import names
-from varreg.parallel.shards import local
+from varreg.shards import local
 from varreg.thresholds import SMOOTHING
 
 

@@ -19,7 +19,7 @@ from varreg.engine.trace.arguments import tensors_of
 from varreg.errors import VarregError
 from varreg.noise.aside import measured_alone
 from varreg.noise.fisher_kinds import KINDS, Loss, backwards, check_loss, cut
-from varreg.parallel.shards import is_sharded, like, local
+from varreg.shards import is_sharded, like, local
 from varreg.thresholds import SAME_PARAMETERS
 
 

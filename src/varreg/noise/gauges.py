@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from varreg.engine.mean_variance import Moments
-from varreg.engine.noise_summary import Row, row
+from varreg.engine.noise_summary import NoiseRow, row
 from varreg.engine.totals import Totals
 from varreg.errors import VarregError
 from varreg.noise.measure import l1_sums
-from varreg.parallel.shards import number
+from varreg.shards import number
 
 if TYPE_CHECKING:
     from varreg.optim.base import Regularized
@@ -140,7 +140,7 @@ def _known(moments: Several) -> list[Any]:
     return parts
 
 
-def _row(moments: Several) -> Row:
+def _row(moments: Several) -> NoiseRow:
     return row("", _known(moments))
 
 

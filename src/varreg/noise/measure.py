@@ -25,7 +25,7 @@ from varreg.engine.number_range import choose_precision
 from varreg.engine.totals import Totals, refuse_elements
 from varreg.optim.gradient import products
 from varreg.optim.synchronized import check_synchronized
-from varreg.parallel.shards import is_sharded, total
+from varreg.shards import is_sharded, total
 from varreg.thresholds import LARGEST_SQUARE, SMALLEST_SQUARE
 
 

@@ -14,7 +14,7 @@ from varreg.engine.noise_summary import layer_of
 from varreg.engine.observer import Observer
 from varreg.errors import VarregError
 from varreg.noise import measure
-from varreg.noise.plan import Plan, make_plan
+from varreg.noise.batch_plan import Plan, make_plan
 from varreg.noise.reading import Reading, in_order, l1_readings, l2_readings
 from varreg.noise.recent import Recent
 from varreg.tables import table

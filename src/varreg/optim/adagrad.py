@@ -10,7 +10,7 @@ from torch import Tensor
 from varreg.optim import increments
 from varreg.optim.base import Regularized
 from varreg.optim.increments import Increment
-from varreg.optim.step import ParameterStep
+from varreg.optim.parameter_step import ParameterStep
 
 
 def _adagrad(step: ParameterStep) -> tuple[Tensor, Tensor]:

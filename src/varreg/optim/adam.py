@@ -13,7 +13,7 @@ from varreg.native import contract
 from varreg.optim import increments
 from varreg.optim.base import Regularized
 from varreg.optim.increments import Increment, Kernel
-from varreg.optim.step import ParameterStep
+from varreg.optim.parameter_step import ParameterStep
 
 Numerator = tuple[Tensor, Tensor, Tensor, float]
 """The numerator n, its variance N, its covariance sum C with the denominator, and the bias
@@ -91,7 +91,7 @@ def _fill(
     task.eps, task.known = group["eps"], increments.rounding(N.dtype)
 
 
-SIMPLIFIED = Increment(_adam, READS, SUMS, Kernel(contract.Increment.ADAM, _fill))
+SIMPLIFIED = Increment(_adam, READS, SUMS, Kernel(contract.Increment.ADAM, _fill, can_repeat=True))
 DIRECT = Increment(_adam, READS, SUMS)
 AMSGRAD = Increment(
     _adam, (*READS, "max_exp_avg_sq"), (*SUMS, "vr_max_covariance", "vr_max_denominator")
@@ -124,7 +124,7 @@ class VRAdam(_Adam, torch.optim.Adam):
     docs say how accurate they are.
 
     The arguments are those of `torch.optim.Adam`, then the keyword-only ones of the regularizer:
-    `varreg.regularizer.Options`, and `variance`: `"simplified"` or `"direct"`.
+    `varreg.options.Options`, and `variance`: `"simplified"` or `"direct"`.
     """
 
 

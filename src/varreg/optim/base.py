@@ -19,16 +19,17 @@ from torch.optim import Optimizer
 from varreg import _torch
 from varreg.errors import VarregError
 from varreg.optim import group_options, step_warnings
-from varreg.optim.collect import find_steps, judge_steps, take_whole_steps
+from varreg.optim.collect import find_steps, judge_steps
 from varreg.optim.group_options import Choices, check_group
 from varreg.optim.increments import Increment
 from varreg.optim.lambda_summary import LambdaSummary, overview, summarize
 from varreg.optim.parameter_names import names
+from varreg.optim.parameter_step import ParameterStep
 from varreg.optim.repeated_lambda import RepeatedLambda
 from varreg.optim.state import restore, with_counts
-from varreg.optim.step import ParameterStep, take_steps
+from varreg.optim.step import Lambdas, native_step, take_steps
 from varreg.optim.whole_step import without
-from varreg.parallel.shards import like, local
+from varreg.shards import like, local
 from varreg.thresholds import LAMBDA_EVERY
 
 
@@ -79,7 +80,7 @@ class Regularized(Optimizer):
 
     def _forget(self) -> None:
         """Drop the state of the last step and of the groups: both are new."""
-        self._lambdas: dict[Tensor, Tensor | RepeatedLambda] = {}  # of the last step
+        self._lambdas: Lambdas = {}  # of the last step
         self._warned: set[Any] = set()  # warnings that the user has seen (`step_warnings.Notice`)
         self._step_count = 0
         self._large_lambda_flags: list[Tensor] = []  # of the last checks: True if λ was large
@@ -185,7 +186,8 @@ class Regularized(Optimizer):
                 loss = closure()
         self._check_changed()
         steps = find_steps(self)
-        taken = take_whole_steps(self, steps)
+        # native code takes the base's step of all parameters, or of none
+        taken = native_step(self, steps) if steps and steps[0].with_base_step else {}
         with_gradient = 0
         for group in self.param_groups:
             for p in group["params"]:

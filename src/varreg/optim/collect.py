@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from varreg import _torch, native
+from varreg import _torch
 from varreg.backends import BACKENDS
 from varreg.devices import refuse_fake_mode, widest
 from varreg.engine import deferred, processes
@@ -27,14 +27,11 @@ from varreg.optim.gradient import (
     products,
 )
 from varreg.optim.parameter_names import names
-from varreg.optim.prepare import needed
-from varreg.optim.repeated_lambda import RepeatedLambda
+from varreg.optim.parameter_step import ParameterStep
 from varreg.optim.scopes import SCOPES
-from varreg.optim.state import STEPS
-from varreg.optim.step import ParameterStep, choose_native, native_step
+from varreg.optim.step import choose, reconsider
 from varreg.optim.synchronized import check_synchronized
-from varreg.optim.whole_step import SWITCHES, repeats_torch
-from varreg.parallel.shards import is_sharded, local, total
+from varreg.shards import is_sharded, local, total
 from varreg.thresholds import LARGEST_SQUARE, SMALLEST_SQUARE
 
 if TYPE_CHECKING:
@@ -44,65 +41,28 @@ if TYPE_CHECKING:
 
 
 def find_steps(optimizer: Regularized) -> list[ParameterStep]:
-    """Return the step of each parameter that has a gradient and is in a group with s > 0. Decide
-    for each whether native code takes it.
+    """Return the step of each parameter that has a gradient and is in a group with s > 0, with the
+    moments, if there are any. Decide for each whether native code takes it.
     """
     if _torch.dispatch_modes():
         refuse_fake_mode("step()")
     if processes.are_several():
         every = [p for group in optimizer.param_groups for p in group["params"]]
         deferred.take_numbers(ledger for ledger in LEDGERS.find(every) if ledger is not None)
-    steps = _candidates(optimizer)
-    choose_native(optimizer, steps)
+    steps: list[ParameterStep] = []
+    for group in optimizer.param_groups:
+        if not group["s"]:
+            continue
+        parameters = [p for p in group["params"] if p.grad is not None and p.numel()]
+        increment = optimizer._increment(group)
+        for p, ledger in zip(parameters, LEDGERS.find(parameters), strict=True):
+            m: Any = None if ledger is None else ledger.read(p, stepping=True)
+            if isinstance(m, Totals):
+                m = as_moments(optimizer, group, increment, p, ledger, m)
+            state: dict[str, Any] = {} if m is None else optimizer.state[p]
+            steps.append(ParameterStep(p, group, increment, ledger, m, state, p.grad))
+    choose(optimizer, steps)
     return steps
-
-
-_OTHER_WAYS = ("foreach", "fused", "differentiable", "capturable", "calibrate")
-_NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "eps")
-
-
-def take_whole_steps(
-    optimizer: Regularized, steps: list[ParameterStep]
-) -> dict[Tensor, Tensor | RepeatedLambda]:
-    """Take whole steps by native code, the base's step included (whole_step.py). Return λ of each
-    parameter that moved, or a `RepeatedLambda`. The other parameters, and their state, do not
-    change.
-
-    Native code takes all steps or none: if it cannot take one of them, that one may raise an error
-    later, and until then no parameter may move. There is one exception. Only while it runs does
-    native code find that a gradient was changed after `backward()`; it then skips that parameter.
-    """
-    taken: dict[Tensor, Tensor | RepeatedLambda] = {}
-    if not optimizer._groups_fixed or deferred.PENDING or processes.are_several():
-        return taken
-    base: Any = optimizer._base
-    known: dict[int, bool] = {}  # by group: True if native code knows the base with its options
-    for step in steps:
-        m, group, state, ledger = step.moments, step.group, step.state, step.ledger
-        if not step.native or m is None or m.groups < 2 or ledger is None or ledger.is_float64:
-            return taken
-        if BACKENDS[step.parameter.device.type] is not native:
-            return taken  # only the C library has whole steps
-        if id(group) not in known:
-            kernel, betas = step.increment.kernel, group.get("betas", (1.0,))
-            types = {*map(type, map(group.get, _NUMBERS)), *map(type, betas)}
-            known[id(group)] = (
-                types <= {float, int, type(None)}  # no tensors
-                and betas[0] > 0.5  # for smaller values, torch uses another formula
-                and not any(map(group.get, _OTHER_WAYS))
-                and kernel is not None
-                and repeats_torch(
-                    base, kernel, step.parameter.dtype, *map(bool, map(group.get, SWITCHES))
-                )
-            )
-        wanted = needed((*step.increment.reads, *step.increment.sums), False)
-        if not known[id(group)] or not state.keys() >= wanted.keys():
-            return taken
-        if state[STEPS].dtype != m.square.dtype:
-            return taken
-    if steps:
-        native_step(optimizer, steps, taken, whole=True)
-    return taken
 
 
 def judge_steps(optimizer: Regularized, steps: list[ParameterStep]) -> None:
@@ -133,8 +93,7 @@ def judge_steps(optimizer: Regularized, steps: list[ParameterStep]) -> None:
                 grad = local(step.grad) if not step.native else step.grad
                 same = ledger.is_measured(p)
                 seen, step.kappa2 = as_seen(m, grad, step.products, same, ledger.precision)
-            if isinstance(step.kappa2, Tensor):
-                step.native = False
+                reconsider(step)
             if step.native:
                 takes_gradient = step.increment.kernel.takes_gradient  # type: ignore[union-attr]
                 # a copy: some of torch's own steps change p.grad
@@ -159,25 +118,6 @@ def judge_steps(optimizer: Regularized, steps: list[ParameterStep]) -> None:
         step_warnings.warn_missing(optimizer, missing, optimizer._warned)
     if has_single_sample and not any(step.regularized for step in steps):
         step_warnings.warn_single_samples(optimizer, optimizer._warned)
-
-
-def _candidates(optimizer: Regularized) -> list[ParameterStep]:
-    """Return the step of each parameter that has a gradient and is in a group with s > 0. The step
-    holds the moments, if there are any.
-    """
-    steps: list[ParameterStep] = []
-    for group in optimizer.param_groups:
-        if not group["s"]:
-            continue
-        parameters = [p for p in group["params"] if p.grad is not None and p.numel()]
-        increment = optimizer._increment(group)
-        for p, ledger in zip(parameters, LEDGERS.find(parameters), strict=True):
-            m: Any = None if ledger is None else ledger.read(p, stepping=True)
-            if isinstance(m, Totals):
-                m = as_moments(optimizer, group, increment, p, ledger, m)
-            state: dict[str, Any] = {} if m is None else optimizer.state[p]
-            steps.append(ParameterStep(p, group, increment, ledger, m, state, p.grad))
-    return steps
 
 
 def _set_products(steps: list[ParameterStep]) -> None:

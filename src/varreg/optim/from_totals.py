@@ -16,6 +16,7 @@ from varreg.engine.contribution import stat_dtype
 from varreg.engine.totals_ledger import TotalsLedger, lengths
 from varreg.errors import VarregError
 from varreg.optim.parameter_names import names
+from varreg.optim.scopes import SCOPES
 from varreg.thresholds import SAME_LENGTH
 
 if TYPE_CHECKING:
@@ -38,9 +39,9 @@ def as_moments(
     assert isinstance(ledger, TotalsLedger)
     assert p.grad is not None
     kind = type(optimizer).__name__
-    if group["per"] == "element":
+    if SCOPES[group["per"]].needs_elements:
         raise VarregError(
-            f"varreg: {kind} with per='element' needs the variance of each element, and "
+            f"varreg: {kind} with per={group['per']!r} needs the variance of each element, and "
             f"'{ledger.name}' is observed with per='model' or per='tensor', which keep sums over "
             f"elements alone. Use {kind}(..., per='model'), or varreg.observe(model)."
         )

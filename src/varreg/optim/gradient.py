@@ -16,11 +16,11 @@ from torch import Tensor
 from varreg import _torch
 from varreg.devices import widest
 from varreg.engine import Moments, deferred
-from varreg.parallel.shards import local
+from varreg.shards import local
 from varreg.thresholds import PARALLEL, ROOM
 
 if TYPE_CHECKING:
-    from varreg.optim.step import ParameterStep
+    from varreg.optim.parameter_step import ParameterStep
 
 
 class UnmeasuredError(Exception):

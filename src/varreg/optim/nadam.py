@@ -11,7 +11,7 @@ from varreg.optim import increments
 from varreg.optim.adam import READS, SUMS, Numerator, average_over_root
 from varreg.optim.base import Regularized
 from varreg.optim.increments import Increment
-from varreg.optim.step import ParameterStep
+from varreg.optim.parameter_step import ParameterStep
 
 
 def _nesterov(step: ParameterStep, N: Tensor, C: Tensor, gs2: Tensor) -> Numerator:

@@ -17,7 +17,7 @@ from varreg import _torch
 from varreg.engine.on_device import joined as joined_memory
 from varreg.optim.increments import coupled_decay
 from varreg.optim.state import HISTORY
-from varreg.parallel.shards import is_sharded
+from varreg.shards import is_sharded
 from varreg.thresholds import (
     DEVICE_JOINED,
     DEVICE_LARGE,
@@ -27,7 +27,7 @@ from varreg.thresholds import (
 )
 
 if TYPE_CHECKING:
-    from varreg.optim.step import ParameterStep
+    from varreg.optim.parameter_step import ParameterStep
 
 ON_CPU = SMALL_PARAMETER, sys.maxsize, LARGE_PARAMETER
 ON_DEVICE = DEVICE_SMALL, DEVICE_JOINED, DEVICE_LARGE

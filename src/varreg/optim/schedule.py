@@ -78,13 +78,19 @@ class SScheduler:
 class InverseTimeS(SScheduler):
     """s_t = s₀/(1 + t/half): half of s₀ after `half` steps.
 
+    Args:
+        optimizer: One of varreg's optimizers.
+        half: The number of steps after which s is half of s₀.
+        last_epoch: t of a run that goes on; −1: a new one.
+
     >>> import torch, varreg
     >>> optimizer = varreg.VRSGD([torch.zeros(1, requires_grad=True)], lr=0.1, s=2.0)
-    >>> schedule = InverseTimeS(optimizer, half=10)
+    >>> schedule = varreg.InverseTimeS(optimizer, half=10)
     >>> for _ in range(10):
     ...     schedule.step()
     >>> schedule.get_last_s()
     [1.0]
+
     """
 
     def __init__(self, optimizer: Optimizer, half: float, last_epoch: int = -1):
@@ -100,6 +106,12 @@ class InverseTimeS(SScheduler):
 class CosineS(SScheduler):
     """s_t falls from s₀ to 0 in `total` steps along half a cosine. With s = 0, the step is the
     base's.
+
+    Args:
+        optimizer: One of varreg's optimizers.
+        total: The number of steps after which s is 0.
+        last_epoch: t of a run that goes on; −1: a new one.
+
     """
 
     def __init__(self, optimizer: Optimizer, total: int, last_epoch: int = -1):
@@ -113,8 +125,13 @@ class CosineS(SScheduler):
 
 
 class LambdaS(SScheduler):
-    """s_t = s₀·function(t), as `LambdaLR` does for the learning rate. The function is not part of
-    the state.
+    """s_t = s₀·function(t), as `LambdaLR` does for the learning rate.
+
+    Args:
+        optimizer: One of varreg's optimizers.
+        function: Of t. It is not part of the state.
+        last_epoch: t of a run that goes on; −1: a new one.
+
     """
 
     def __init__(

@@ -7,24 +7,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from varreg import _torch
 from varreg.errors import VarregError
 from varreg.histories import one_or_nan
 from varreg.memory import scratch
 from varreg.optim import parts
 from varreg.optim.state import HISTORY
-from varreg.parallel.shards import is_sharded, total
 from varreg.regularizer import lambdas, ratio, regularizer
+from varreg.shards import is_sharded, total
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from varreg.optim.step import ParameterStep
+    from varreg.optim.parameter_step import ParameterStep
 
 _OF_A_MODEL = ("history", "history_beta", "scale_free", "cap")
 
 
 class Element:
     """One λ for each element."""
+
+    has_kernel = True
+    """Whether native code knows this scope."""
+    needs_elements = True
+    """Whether the variance of each element is needed, so that sums over elements do not do."""
 
     def history_shape(self, p: Tensor) -> torch.Size:
         """Return the shape of the history of a parameter."""
@@ -38,7 +44,31 @@ class Element:
 
     def regularize(self, optimizer: Optimizer, steps: list[ParameterStep]) -> None:
         """Set λ of each step."""
-        parts.set_lambdas([step for step in steps if step.p.numel()], self._lambda)
+        full = []
+        for step in steps:
+            if step.p.numel():
+                full.append(step)
+            else:  # an empty shard
+                step.lam = torch.empty_like(step.measured.square)
+        parts.set_lambdas(full, self._lambda)
+
+    def known(self, steps: list[ParameterStep]) -> list[Tensor]:
+        """Return 1 for each element of λ that has a gradient in this step, and 0 for the others."""
+        squares = [step.measured.square for step in steps]
+        known = list(_torch.foreach_sub(squares, torch.finfo(squares[0].dtype).tiny))
+        _torch.foreach_clamp_min_into(known, 0.0)
+        _torch.foreach_sign_into(known)
+        return known
+
+    def sums(self, tensors: list[Tensor], steps: list[ParameterStep]) -> Tensor:
+        """Return the sum of each tensor over all shards. The tensors have the shapes of λ of the
+        steps, and no negative elements.
+        """
+        sums = torch.stack(list(_torch.foreach_norm(tensors, 1)))
+        sharded = [i for i, step in enumerate(steps) if is_sharded(step.parameter)]
+        if sharded:
+            sums[sharded] = total(sums[sharded].double(), steps[sharded[0]].parameter).to(sums)
+        return sums
 
     def _lambda(self, part: ParameterStep) -> Tensor:
         delta, variance = part.increment_and_variance()
@@ -48,6 +78,9 @@ class Element:
 
 class PerTensor(Element):
     """One λ for each parameter, from ρ = Σσ²/Σδ̄² over its elements."""
+
+    has_kernel = False
+    needs_elements = False
 
     def history_shape(self, p: Tensor) -> torch.Size:
         return torch.Size()
@@ -61,6 +94,12 @@ class PerTensor(Element):
         for step, (delta, variance) in zip(steps, _spreads(steps), strict=True):
             history, count = step["vr_history"], step["vr_count"]
             step.lam = lambdas(variance, delta, history, count, step.measured.count, step.group)
+
+    def known(self, steps: list[ParameterStep]) -> list[Tensor]:
+        return [torch.ones_like(step.lam) for step in steps]
+
+    def sums(self, tensors: list[Tensor], steps: list[ParameterStep]) -> Tensor:
+        return torch.stack(tensors)  # scalars, the same on all shards
 
 
 class PerModel(PerTensor):

@@ -13,7 +13,7 @@ from varreg.native import contract
 from varreg.optim import increments
 from varreg.optim.base import Regularized
 from varreg.optim.increments import Increment, Kernel
-from varreg.optim.step import ParameterStep
+from varreg.optim.parameter_step import ParameterStep
 
 
 def _gradient(step: ParameterStep) -> tuple[Tensor, Tensor]:
@@ -58,7 +58,9 @@ GRADIENT = Increment(
 HEAVY_BALL = Increment(
     _heavy_ball,
     **_BUFFERS,
-    kernel=Kernel(contract.Increment.HEAVY_BALL, _fill, knows_base=True, can_repeat=True),
+    kernel=Kernel(
+        contract.Increment.HEAVY_BALL, _fill, knows_base=True, can_repeat=True, shares_count=True
+    ),
 )
 NESTEROV = Increment(
     _nesterov,
@@ -83,9 +85,9 @@ class VRSGD(Regularized, torch.optim.SGD):
     is part of the increment and has no variance.
 
     The arguments are those of `torch.optim.SGD`, then the keyword-only ones of the regularizer:
-    `varreg.regularizer.Options`.
+    `varreg.options.Options`.
 
-    >>> import varreg
+    >>> import torch, varreg
     >>> model = torch.nn.Linear(2, 1)
     >>> observer = varreg.observe(model)
     >>> optimizer = varreg.VRSGD(model.parameters(), lr=0.1, momentum=0.9, s=2.0)

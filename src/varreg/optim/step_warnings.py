@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 
 from varreg.engine import deferred
 from varreg.optim.parameter_names import names
-from varreg.parallel.shards import local
+from varreg.shards import local
 from varreg.thresholds import LAMBDA_EVERY, LAMBDA_LOOKS, LARGE_LAMBDA, SIMILAR
 
 if TYPE_CHECKING:
     from varreg.optim.base import Regularized
-    from varreg.optim.step import ParameterStep
+    from varreg.optim.parameter_step import ParameterStep
 
 _USER = 8
 """`stacklevel` of a user's call of step(), through two frames of torch.compile."""

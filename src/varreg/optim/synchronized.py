@@ -9,7 +9,7 @@ from torch import Tensor
 
 from varreg.engine.parameters import LEDGERS
 from varreg.errors import MeasurementError
-from varreg.parallel.shards import is_sharded
+from varreg.shards import is_sharded
 
 DRIFT = "parameters would drift apart"
 WRONG = "the result would be that of one process"

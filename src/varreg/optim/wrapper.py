@@ -12,7 +12,7 @@ from varreg.errors import VarregError
 from varreg.optim.base import Regularized
 from varreg.optim.group_options import check_group
 from varreg.optim.increments import Increment
-from varreg.optim.step import ParameterStep
+from varreg.optim.parameter_step import ParameterStep
 from varreg.optim.step_warnings import warn_typos
 from varreg.options import DEFAULTS
 
@@ -42,10 +42,10 @@ class VarianceRegularized(Regularized):
     `state_dict()` is complete. Attributes that it does not have are looked up in the base
     (`VarianceRegularized(schedule_free).eval()`).
 
-    >>> import varreg
+    >>> import torch, varreg
     >>> model = torch.nn.Linear(2, 1)
     >>> observer = varreg.observe(model)
-    >>> optimizer = VarianceRegularized(torch.optim.RAdam(model.parameters(), lr=0.1), s=2.0)
+    >>> optimizer = varreg.VarianceRegularized(torch.optim.RAdam(model.parameters(), lr=0.1), s=2.0)
     >>> model(torch.randn(8, 2)).square().mean().backward()
     >>> optimizer.step()
     >>> optimizer.lambda_of(model.bias).tolist()  # the first step has no history but itself

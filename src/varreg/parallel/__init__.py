@@ -1,6 +1,7 @@
 """Moments over several processes that share a batch, under DDP and `fully_shard`.
 
-The core calls this package in one place only: `engine/processes.py` calls `attach`.
+`engine/processes.py` calls `attach` if there are several processes. Nothing else in the library
+imports this package, except for `distributed.py`, with the public names.
 """
 
 from __future__ import annotations

@@ -43,7 +43,12 @@ def register_comm_hook(ddp: DistributedDataParallel, state: Any, hook: Hook) -> 
     """Register a communication hook of your own for gradients, and keep varreg's hook beside it.
     Call this in place of `ddp.register_comm_hook(state, hook)`.
 
-    The hook must average over ranks, as DDP itself does: moments are scaled for an average.
+    Args:
+        ddp: The model that `DistributedDataParallel` wraps.
+        state: The first argument of the hook.
+        hook: A communication hook of DDP. It must average over ranks, as DDP itself does: moments
+            are scaled for an average.
+
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise VarregError(

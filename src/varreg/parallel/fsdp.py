@@ -19,7 +19,7 @@ from varreg import _torch
 from varreg.engine.contribution import stat_dtype
 from varreg.errors import VarregError
 from varreg.parallel.ddp import Observers
-from varreg.parallel.shards import is_sharded
+from varreg.shards import is_sharded
 
 if TYPE_CHECKING:
     from varreg.engine.observer import Observer

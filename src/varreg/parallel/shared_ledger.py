@@ -9,6 +9,7 @@ gradient, which all ranks share.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from varreg.engine.contribution import Contribution
 from varreg.engine.ledger import GradientWatch, Ledger
 from varreg.engine.mean_variance import Moments
 from varreg.engine.partition import Partition
-from varreg.parallel.shards import is_sharded, local
+from varreg.shards import is_sharded, local
 
 
 @dataclass(frozen=True)
@@ -124,13 +125,13 @@ class SharedLedger(Ledger):
         )
         return grad is None and is_counted and not self.is_sharded
 
-    def _add_sums(self, contribution: Contribution) -> Tensor | None:
+    def _add_sums(self, contribution: Contribution, sums: Any = None) -> Tensor | None:
         if not (self.is_sharded and self.is_merged):
-            return super()._add_sums(contribution)
+            return super()._add_sums(contribution, sums)
         # `total` is a shard and will be set to p.grad; the contribution is of the whole parameter
         shard, self.total = self.total, None
         try:
-            return super()._add_sums(contribution)
+            return super()._add_sums(contribution, sums)
         finally:
             self.total = shard
 

@@ -86,6 +86,8 @@ def walk(
 def weight(gamma: Tensor, as_printed: bool = False) -> float:
     """Return W: 1/γ_{T−1} as printed; 1/γ₀ + Σ max(0, 1/γ_t − 1/γ_{t−1}) in the version that holds.
 
+    >>> import torch
+    >>> from varreg.theory.lemma1 import weight
     >>> falling, growing = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.25, 0.5])
     >>> weight(falling), weight(falling, as_printed=True)
     (4.0, 4.0)

@@ -26,6 +26,8 @@ def unbounded(sigma2: Tensor, lambda0: float) -> Tensor:
     """Return the solution without bounds (S1.5): (1 + λ₀/2)·σ̃²/σ_t² − λ₀/2, with σ̃² the harmonic
     mean. It may be negative.
 
+    >>> import torch
+    >>> from varreg.theory.optimum import unbounded
     >>> unbounded(torch.tensor([1.0, 2.0, 2.0]), lambda0=2.0)
     tensor([2.0000, 0.5000, 0.5000])
     """
@@ -39,6 +41,8 @@ def optimal(sigma2: Tensor, lambda0: float, low: float = 0.0, high: float = math
     ξ is found by bisection; in the last interval no λ_t crosses a bound, so the equation is linear
     and is solved directly.
 
+    >>> import torch
+    >>> from varreg.theory.optimum import optimal
     >>> optimal(torch.tensor([1.0, 2.0, 2.0]), lambda0=2.0, high=1.5)
     tensor([1.5000, 0.7500, 0.7500])
     """

@@ -31,8 +31,13 @@ SETTINGS = Settings()
 
 
 def configure(precision: str | None = None, tile: tuple[int, int, int, int] | None = None) -> None:
-    """Set the precision of products, and the tile: output features, input features and rows (powers
-    of two from 16 on), and warps. Without a tile, use the default tile of the precision.
+    """Set the precision of products and the tile of Triton's kernels.
+
+    Args:
+        precision: `"ieee"`, float32 as it is; or `"tf32"`. None: leave it as it is.
+        tile: Output features, input features and rows (powers of two from 16 on), and warps. None:
+            the default tile of the precision.
+
     """
     precision = SETTINGS.precision if precision is None else precision
     if precision not in thresholds.TRITON_TILES:

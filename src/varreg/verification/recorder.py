@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from varreg import _torch
-from varreg.engine.refusals import place
+from varreg.engine.refusals import describe_module
 from varreg.engine.trace.arguments import tensors_of
 from varreg.engine.trace.functions import name_of
 
@@ -53,7 +53,7 @@ class ModulePaths:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self.stack = [place("", model)]
+        self.stack = [describe_module("", model)]
 
     @property
     def current(self) -> str:
@@ -65,7 +65,7 @@ class ModulePaths:
         """Follow the forward of every module inside of the `with` block."""
         handles = []
         for name, module in self.model.named_modules():
-            path = place(name, module)
+            path = describe_module(name, module)
             handles.append(module.register_forward_pre_hook(lambda *_, w=path: self._enter(w)))
             handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
         try:

@@ -41,10 +41,13 @@ class Verification:
     "unknown": the model cannot be verified.
     """
     reason: str = ""
+    """Why it is not verified, in words; empty if it is."""
     advice: str = ""
+    """What to do about it."""
     samples: int = 0
     """The number of samples that were used."""
     rtol: float = math.nan
+    """The gap that is allowed."""
     rows: tuple[Row, ...] = ()
     """One row for each trained parameter; no rows if nothing could be compared."""
     outputs: float = math.nan

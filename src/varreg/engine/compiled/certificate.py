@@ -2,7 +2,7 @@
 of these shapes.
 
 A certificate is valid for all inputs of the same shapes. It says that the tracer followed the batch
-through every call by the form of the call alone (a plan), never by values; and that parameters met
+through every call by the key of the call alone (a plan), never by values; and that parameters met
 the batch only where the graph has an operation of ours.
 """
 
@@ -85,14 +85,14 @@ class Witness(Tracer):
         self.unplanned = 0
 
     def run_new(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], form: Any = None
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], key: Any = None
     ) -> Any:
         """Run a call that has no plan yet. Note it if there is no plan for it afterwards either."""
         depends_on_batch = func not in CREATORS and any(
             mark_of(t) is not None for t in tensors_in(args, kwargs)
         )
-        out = super().run_new(func, args, kwargs, form)
-        if depends_on_batch and (form is None or form not in self.plans):
+        out = super().run_new(func, args, kwargs, key)
+        if depends_on_batch and (key is None or key not in self.plans):
             self.unplanned += 1
         return out
 

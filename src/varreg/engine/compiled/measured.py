@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from varreg import _torch
-from varreg.engine.mechanisms.node import Recipient, note_backward, rounding_of
+from varreg.engine.mechanisms.node import (
+    BackwardRuns,
+    Recipient,
+    refuse_compiled_autograd,
+    rounding_of,
+    take,
+)
 from varreg.errors import MeasurementError
 
 if TYPE_CHECKING:
@@ -50,15 +56,15 @@ class Pass:
 
     def take(self, number: int, grad: Tensor, saved: Sequence[Tensor]) -> list[Tensor]:
         """Add the contributions at a site to the ledgers; return the gradients."""
-        site, totals = self.certificate.sites[number], []
+        site = self.certificate.sites[number]
         contributions = site.contributions(grad, saved)
+        nodes = [self.nodes[i] for i in site.parameters]
         rounding = rounding_of([grad], self.certificate.rounding)
-        for i, c, recipient in zip(
-            site.parameters, contributions, self.recipients[number], strict=True
-        ):
-            total = recipient.take(c, self.nodes[i], rounding)
-            totals.append(grad.new_zeros(c.shape) if total is None else total.contiguous())
-        return totals
+        totals = take(self.recipients[number], contributions, nodes, rounding)
+        return [
+            grad.new_zeros(c.shape) if total is None else total.contiguous()
+            for c, total in zip(contributions, totals, strict=True)
+        ]
 
 
 _PASS = "_varreg_pass"
@@ -74,7 +80,7 @@ def _accumulator(p: Tensor) -> Any:
 # ---- in the graph --------------------------------------------------------------------------------
 
 
-class Measured(torch.autograd.Function):
+class SiteNode(torch.autograd.Function):
     """Returns a tensor unchanged. Its backward measures the contributions to parameters from the
     arriving gradient, and returns the gradients of the parameters.
     """
@@ -103,7 +109,8 @@ def _contribute(
     token: Tensor, number: int, grad: Tensor, saved: list[Tensor], parameters: list[Tensor]
 ) -> list[Tensor]:
     """Measure the use at a site; return the gradients of its parameters."""
-    note_backward()
+    BackwardRuns.backwards += 1
+    refuse_compiled_autograd()
     run = _passes.get(int(token))
     if run is None:
         raise MeasurementError(

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule
 
-from varreg.engine.compiled.measured import Measured
+from varreg.engine.compiled.measured import SiteNode
 from varreg.engine.compiled.sites import ForwardInGraph, RuleSite, function_of
 from varreg.engine.rules import Rule
 
@@ -50,7 +50,7 @@ def _rule_call(number: int, site: RuleSite) -> Callable[..., Tensor]:
         args = tuple(bound[name] for name in rule.names[: len(args)])
         kwargs = {name: bound[name] for name in kwargs}
         out = function(*args, **kwargs)
-        used: Tensor = Measured.apply(number, len(parameters), token, out, *parameters, *kept)
+        used: Tensor = SiteNode.apply(number, len(parameters), token, out, *parameters, *kept)
         return used
 
     return _named(measured, f"varreg_{rule.name}_{number}")
@@ -67,7 +67,7 @@ def _spread_call(number: int) -> Callable[..., Tensor]:
         t = t.detach()
         t = t.reshape((1,) * (x.dim() - t.dim()) + tuple(t.shape))
         t = t.expand(x.shape[0], *t.shape[1:])
-        used: Tensor = Measured.apply(number, 1, token, t, p, *ids)
+        used: Tensor = SiteNode.apply(number, 1, token, t, p, *ids)
         return used
 
     return _named(spread, f"varreg_spread_{number}")

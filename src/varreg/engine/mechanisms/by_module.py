@@ -21,10 +21,11 @@ from varreg.engine.mechanisms.node import (
     pass_on,
     rounding_of,
     saved_tensors,
+    take,
 )
 from varreg.engine.mechanisms.pull_back import autocast_rounding
 from varreg.engine.partition import Partition
-from varreg.engine.refusals import place
+from varreg.engine.refusals import describe_module
 from varreg.engine.trace.layout import Layout, Place
 from varreg.errors import VarregError
 
@@ -43,8 +44,10 @@ def register_rule(module_type: type[nn.Module]) -> Callable[[ModuleRule], Module
     dimension 0. It returns a dict with a tensor `[batch, *parameter.shape]` for the name of each
     parameter, whose sum over the batch is the gradient. Most modules need no rule: the engine
     follows their operations. A rule is for a module that hides its operations (in a custom
-    `torch.autograd.Function`, or a compiled kernel), or for more speed. It applies to exactly this
-    type, not to subclasses.
+    `torch.autograd.Function`, or a compiled kernel), or for more speed.
+
+    Args:
+        module_type: The type of the modules. The rule is not used for its subclasses.
 
     >>> import torch, varreg
     >>> class Scale(torch.nn.Module):
@@ -61,6 +64,7 @@ def register_rule(module_type: type[nn.Module]) -> Callable[[ModuleRule], Module
     >>> model(torch.tensor([[1.0, 2.0], [3.0, 2.0]])).sum(1).mean().backward()
     >>> varreg.moments(model.weight).variance.tolist()
     [1.0, 0.0]
+
     """
     if not (isinstance(module_type, type) and issubclass(module_type, nn.Module)):
         raise VarregError(
@@ -116,7 +120,7 @@ def use_rule(
     trace, kind = observer.tracer.trace, type(module).__name__
     batch = trace.batch
     inputs = [a for a in args if isinstance(a, Tensor)]
-    _check_batch(place(name, module), batch, inputs, output)
+    _check_batch(describe_module(name, module), batch, inputs, output)
     wanted = {n: p for n, p in own.items() if observer.parameters.ledger(p)}
     if not wanted:
         mark(output, Layout(batch))
@@ -204,10 +208,9 @@ class ModuleNode(Node):
         if grad is not None:
             contributions = run.contributions(grad, saved)
             rounding = rounding_of([grad], ctx.rounding)
-            for i, name in enumerate(run.shapes):
-                dense = Dense(run.partition, contributions[name])
-                edge = ctx.next_functions[1 + i]
-                totals[i] = recipients[i].take(dense, edge[0], rounding)
+            dense = [Dense(run.partition, contributions[name]) for name in run.shapes]
+            nodes = [node for node, _ in ctx.next_functions[1 : 1 + len(dense)]]
+            totals = take(recipients, dense, nodes, rounding)
         return (None, None, grad, *totals, *(None,) * len(saved))
 
     @staticmethod

@@ -22,6 +22,7 @@ from varreg.engine.mechanisms.node import (
     pass_on,
     rounding_of,
     saved_tensors,
+    take,
 )
 from varreg.engine.mechanisms.pull_back import autocast_rounding
 from varreg.engine.partition import Partition
@@ -221,7 +222,7 @@ class RepeatNode(Node):
                 if grad is not None:
                     _check_sum(c, grad, rounding, repetition.where)
                     grouped = Grouped(repetition.partition, c)
-                    ctx.recipients[i].take(grouped, edges[i][0], rounding, is_beside=True)
+                    take([ctx.recipients[i]], [grouped], [edges[i][0]], rounding, is_beside=True)
         repetition.grads.clear()
         return (None, *(None,) * n_inputs, *grads)
 

@@ -21,6 +21,7 @@ from varreg.engine.mechanisms.node import (
     pass_on,
     refuse_changed,
     rounding_of,
+    take,
 )
 from varreg.engine.mechanisms.pull_back import autocast_rounding
 from varreg.engine.rules import Rule, Use
@@ -38,7 +39,7 @@ from varreg.engine.trace.trace import Trace
 
 def measure(trace: Trace, plans: dict[Any, Plan], call: Call, rule: Rule) -> Any:
     """Run a call that a rule measures, and return its result; None if the rule does not apply.
-    Store a plan for later calls of the same form.
+    Store a plan for later calls with the same key.
     """
     bound = rule.bind(call.args, call.kwargs)
     flat = flatten(bound or {})
@@ -233,10 +234,12 @@ class RuleNode(Node):
         contributions = contributions_of(use, list(grads), saved)
         # one edge for each tensor among the inputs; other inputs have none
         edges = ctx.next_functions[ctx.n_outputs : ctx.n_outputs + len(recipients)]
+        wanted = tuple(map(contributions.__getitem__, use.wants))
         rounding, is_beside = rounding_of(grads, ctx.rounding), not use.rule.takes_over
-        for i, name in enumerate(use.wants):
-            total = recipients[i].take(contributions[name], edges[i][0], rounding, is_beside)
-            totals[i] = None if is_beside else total
+        nodes, _ = zip(*edges, strict=True)
+        sums = take(recipients, wanted, nodes, rounding, is_beside)
+        if not is_beside:  # else autograd computes the gradients
+            totals = sums
         return (None, None, None, *grads, *totals, *(None,) * len(saved))
 
     @staticmethod

@@ -17,7 +17,7 @@ from torch import Tensor
 from varreg import _torch
 from varreg.engine.contribution import Contribution, Dense
 from varreg.engine.marks import mark, mark_of
-from varreg.engine.mechanisms.node import Node, Recipient, measuring
+from varreg.engine.mechanisms.node import Node, Recipient, measuring, take
 from varreg.engine.partition import Partition
 from varreg.engine.rules import RULES, STACKED
 from varreg.engine.trace.arguments import results, swap
@@ -94,7 +94,7 @@ def _spread(
     """
     recipient = trace.recipient(t, call.name.strip("_"))
     if is_aligned and there.batch > 1:
-        trace.has_slots = True
+        trace.has_row_per_sample = True
         _warn_of_slots(trace, call, t, there, rank)
     partition = trace.observer.grouping.partition(there.batch)
     spread: Tensor = SpreadNode.apply(t, recipient, shape, there, is_aligned, partition)
@@ -252,7 +252,7 @@ class SpreadNode(Node):
             contribution = Dense(ctx.partition, grad.unsqueeze(0))
         else:  # row i of the tensor is used by its owner alone
             contribution = _Rows(ctx.partition, grad, owners_of(at), at.dim)
-        total = ctx.recipients[0].take(contribution, ctx.next_functions[0][0])
+        (total,) = take(ctx.recipients, [contribution], [ctx.next_functions[0][0]])
         return total, None, None, None, None, None
 
     @staticmethod

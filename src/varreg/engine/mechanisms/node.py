@@ -14,8 +14,9 @@ from torch import Tensor
 
 from varreg import _torch
 from varreg.devices import without_autocast
-from varreg.engine.contribution import Contribution
+from varreg.engine.contribution import Contribution, Weight
 from varreg.engine.mechanisms.pull_back import PullBack, eps_of
+from varreg.engine.partition import Partition
 from varreg.engine.trace.layout import Place
 from varreg.errors import MeasurementError
 
@@ -82,14 +83,6 @@ class BackwardRuns:
     after they arrived."""
 
 
-def note_backward() -> None:
-    """Count a backward run of a node. Refuse compiled autograd, which would not measure."""
-    BackwardRuns.backwards += 1
-    compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # not imported by us
-    if compiled is not None and compiled.in_compiled_autograd_region:
-        _refuse_compiled()
-
-
 def measuring(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate the backward of a node that measures: refuse second derivatives, and switch autocast
     off.
@@ -97,7 +90,9 @@ def measuring(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
-        note_backward()
+        BackwardRuns.backwards += 1
+        if _COMPILED_AUTOGRAD in sys.modules:
+            refuse_compiled_autograd()
         if BackwardRuns.received is not None:
             BackwardRuns.received[id(ctx)] = grads
         if torch.is_grad_enabled():
@@ -139,7 +134,14 @@ def refuse_changed(ctx: Any, error: RuntimeError) -> None:
     ) from error
 
 
-def _refuse_compiled() -> None:
+_COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"  # a module that varreg does not import
+
+
+def refuse_compiled_autograd() -> None:
+    """Raise a MeasurementError if compiled autograd runs, which would not measure."""
+    module = sys.modules.get(_COMPILED_AUTOGRAD)
+    if module is None or not module.in_compiled_autograd_region:
+        return
     raise MeasurementError(
         "varreg: compiled autograd runs the backward pass of an observed model, and would not "
         "measure it. Set torch._dynamo.config.compiled_autograd = False; torch.compile itself "
@@ -197,49 +199,65 @@ class Recipient:
         for _, ledger in self.leaves:
             ledger.uses.discard(id(self))
 
-    def take(
-        self,
-        contribution: Contribution,
-        node: torch.autograd.graph.Node | None,
-        rounding: float = 0.0,
-        is_beside: bool = False,
-    ) -> Tensor | None:
-        """Add the contributions to the ledgers, and return their sum. In a backward pass that is
-        not for the parameter (`torch.autograd.grad`), add nothing.
 
-        `node` is the next node towards the parameter. `rounding` is the rounding error of the
-        arriving gradient. `is_beside` says that autograd computes the gradient beside this sum.
-        """
-        observer, leaves, pull_back = self.observer, self.leaves, self.pull_back
-        ends = [node] if pull_back is None else pull_back.ends
-        if not leaves or not any(map(_accumulates, ends)):
-            total = contribution.total()
-            return None if total is None else total.to(self.dtype)
-        try:
-            observer.window.open(leaves, contribution.partition, self.forward)
-            total = (
-                leaves[0][1].add(contribution, self.dtype)
-                if pull_back is None
-                else pull_back.take(contribution, self.dtype)
-            )
-            if pull_back is not None:
-                rounding = max(rounding, pull_back.rounding)
-            for _, ledger in leaves:
+def take(
+    recipients: Sequence[Recipient],
+    contributions: Sequence[Contribution],
+    nodes: Sequence[Any],
+    rounding: float = 0.0,
+    is_beside: bool = False,
+) -> list[Tensor | None]:
+    """Add the contributions of one use to the ledgers of its recipients, and return their sums. A
+    recipient that the running backward does not reach adds nothing.
+
+    `nodes` are the next nodes towards the parameters. `rounding` is the rounding error of the
+    arriving gradient. `is_beside` says that autograd computes the gradients beside these sums.
+    """
+    totals: list[Tensor | None] = []
+    sums: dict[Contribution, Any] = {}  # of a weight and of its bias, computed together
+    try:
+        reached = _open(recipients, nodes, contributions[0].partition)
+        for recipient, c, is_reached in zip(recipients, contributions, reached, strict=True):
+            if is_reached and isinstance(c, Weight) and c.bias and recipient.pull_back is None:
+                sums[c], sums[c.bias] = recipient.leaves[0][1].sums_with_bias(c)
+        for recipient, c, is_reached in zip(recipients, contributions, reached, strict=True):
+            pull_back = recipient.pull_back
+            if not is_reached:
+                total = c.total()
+                totals.append(None if total is None else total.to(recipient.dtype))
+                continue
+            if pull_back is None:
+                totals.append(recipient.leaves[0][1].add(c, recipient.dtype, sums.get(c)))
+            else:
+                totals.append(pull_back.take(c, recipient.dtype))
+            for _, ledger in recipient.leaves:
                 # pending or pulled-back contributions are summed twice, for gradient and moments:
                 # the two sums round differently
                 if is_beside or ledger.pending or pull_back is not None:
                     ledger.precision = max(ledger.precision, rounding)
-            return total
-        except Exception:
-            observer.window.abort()
-            raise
+    except Exception:
+        recipients[0].observer.window.abort()
+        raise
+    return totals
 
 
-def _accumulates(node: Any) -> bool:
-    """Return whether the running backward accumulates gradients at a node: `torch.autograd.grad`
-    for other tensors does not.
+def _open(
+    recipients: Sequence[Recipient], nodes: Sequence[Any], partition: Partition
+) -> list[bool]:
+    """Open the window for the recipients that the running backward reaches. Return which these are:
+    `torch.autograd.grad` for other tensors reaches none.
     """
-    try:
-        return bool(_torch.will_engine_execute(node))
-    except RuntimeError:
-        return False
+    reached = []
+    leaves: list[tuple[Tensor, Ledger]] = []
+    for recipient, node in zip(recipients, nodes, strict=True):
+        ends = (node,) if recipient.pull_back is None else recipient.pull_back.ends
+        try:
+            is_reached = bool(recipient.leaves) and any(map(_torch.will_engine_execute, ends))
+        except RuntimeError:  # torch.autograd.grad for these very parameters
+            is_reached = False
+        reached.append(is_reached)
+        if is_reached:
+            leaves += recipient.leaves
+    if leaves:
+        recipients[0].observer.window.open(leaves, partition, recipients[0].forward)
+    return reached

@@ -41,6 +41,8 @@ class PullBack:
         the ledgers. Return the sum of the contributions to the tensor, of type `dtype`.
         """
         parameters = [p for p, _ in self.leaves]
+        for _, ledger in self.leaves:
+            ledger.precision = max(ledger.precision, self.rounding)
         if self.rows is not None:
             p, ledger = self.leaves[0]
             ledger.add(Scattered(contribution, self.rows, p.shape), p.dtype)

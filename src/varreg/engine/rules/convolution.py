@@ -85,9 +85,9 @@ class Convolution(Weight):
         delta: Tensor,
         geometry: Geometry,
         parts: int,
-        with_bias: bool = False,
+        bias: Bias | None = None,
     ):
-        self.partition, self.shape, self.with_bias = partition, shape, with_bias
+        self.partition, self.shape, self.bias = partition, shape, bias
         self.x, self.delta, self.geometry, self.parts = x, delta, geometry, parts
         self.images = x.shape[0] // max(partition.batch, 1)  # of one sample
 
@@ -137,7 +137,7 @@ class Convolution(Weight):
             *(self.x, self.delta, kernel, stride, before, dilation, self.partition.groups),
             per=self.images,
             parts=self.parts,
-            bias=self.with_bias,
+            bias=self.bias is not None,
         )
         return sums
 
@@ -189,15 +189,16 @@ def conv(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Contributions:
-    dy, with_bias = images(grads[0], use.output_place), "bias" in use.wants
+    dy = images(grads[0], use.output_place)
     if "weight" not in use.wants:
         return {"bias": channel_sums(use, dy)}
     shape, x = use.shapes["weight"], images(input.to(dy.dtype), use.input_places["input"])
     how = _geometry(shape[2:], stride, padding, dilation)
-    weights = Convolution(use.partition, shape, x, dy, how, groups, with_bias)
-    if not with_bias:
-        return {"weight": weights}
-    return {"weight": weights, "bias": Bias(weights, lambda: channel_sums(use, dy))}
+    if "bias" not in use.wants:
+        return {"weight": Convolution(use.partition, shape, x, dy, how, groups)}
+    of_bias = Bias(use.partition, shape[:1], lambda: channel_sums(use, dy))
+    weights = Convolution(use.partition, shape, x, dy, how, groups, of_bias)
+    return {"weight": weights, "bias": of_bias}
 
 
 @rule(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, saves="input", when=_is_batch)

@@ -35,14 +35,15 @@ def _linear_forward(input: Tensor, weight: Tensor, bias: Tensor | None = None) -
 def linear(
     use: Use, grads: list[Tensor], input: Tensor, weight: None, bias: None = None
 ) -> Contributions:
-    dy, with_bias = use.rows(grads[0]), "bias" in use.wants
+    dy = use.rows(grads[0])
     if "weight" not in use.wants:
         return {"bias": row_sums(use, dy)}
     x = use.rows(input.to(dy.dtype), "input")
-    weights = Outer(use.partition, dy, x, use.shapes["weight"], with_bias)
-    if not with_bias:
-        return {"weight": weights}
-    return {"weight": weights, "bias": Bias(weights, lambda: row_sums(use, dy))}
+    shape = use.shapes["weight"]
+    if "bias" not in use.wants:
+        return {"weight": Outer(use.partition, dy, x, shape)}
+    of_bias = Bias(use.partition, shape[:1], lambda: row_sums(use, dy))
+    return {"weight": Outer(use.partition, dy, x, shape, of_bias), "bias": of_bias}
 
 
 @rule(

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from varreg.backends import BACKENDS
-from varreg.engine.contribution import Bias, Contribution, Dense, Weight
+from varreg.engine.contribution import Bias, Contribution, Dense, Sums, Weight
 from varreg.engine.partition import Partition
 from varreg.engine.rules.rule import (
     Contributions,
@@ -26,7 +26,8 @@ from varreg.engine.rules.rule import (
 )
 from varreg.few_launches import both_sums
 
-Sums = tuple[Tensor, Tensor] | Tensor | None  # of dy·x̂, and of dy; None where PyTorch is needed
+SampleSums = tuple[Tensor, Tensor] | Tensor | None
+"""The sums of dy·x̂ and of dy for each sample; None where PyTorch is needed."""
 
 
 def _affine(
@@ -34,7 +35,7 @@ def _affine(
     dy: Tensor,
     x: Tensor,
     features: int,
-    sums: Callable[..., Sums],
+    sums: Callable[..., SampleSums],
     normalize: Callable[..., Tensor],
 ) -> Contributions:
     """Return contributions to affine parameters that span the last `features` dimensions. `sums`
@@ -52,7 +53,11 @@ def _affine(
 
 
 def _affine_channels(
-    use: Use, dy: Tensor, x: Tensor, sums: Callable[..., Sums], normalize: Callable[..., Tensor]
+    use: Use,
+    dy: Tensor,
+    x: Tensor,
+    sums: Callable[..., SampleSums],
+    normalize: Callable[..., Tensor],
 ) -> Contributions:
     """Return contributions to affine parameters of dimension 1. `sums` returns Σ dy·x̂ and Σ dy
     over pixels, `normalize` returns x̂.
@@ -74,8 +79,8 @@ def _pair(
     stack, if they are in one tensor.
     """
     if isinstance(both, Tensor) and "bias" in use.wants and both.shape[1] == use.partition.batch:
-        weight = Stacked(use.partition, both)
-        return {"weight": weight, "bias": Bias(weight, lambda: contribution(both[1]))}
+        bias = Bias(use.partition, both.shape[2:], lambda: contribution(both[1]))
+        return {"weight": Stacked(use.partition, both, bias), "bias": bias}
     named = zip(("weight", "bias"), both, strict=True)
     return {name: contribution(t) for name, t in named if name in use.wants}
 
@@ -83,9 +88,9 @@ def _pair(
 class Stacked(Weight):
     """Contributions to a weight and to its bias in one tensor, `[2, b, *shape]`."""
 
-    def __init__(self, partition: Partition, values: Tensor):
+    def __init__(self, partition: Partition, values: Tensor, bias: Bias):
         super().__init__(partition, values.shape[2:])
-        self.values, self._weight = values, Dense(partition, values[0])
+        self.bias, self.values, self._weight = bias, values, Dense(partition, values[0])
 
     def source(self) -> Tensor:
         return self.values
@@ -93,12 +98,11 @@ class Stacked(Weight):
     def groups(self, first: int, last: int, start: int, n: int) -> Tensor:
         return self._weight.groups(first, last, start, n)
 
-    def sums(self) -> tuple[Tensor | None, ...]:
+    def sums_with_bias(self) -> tuple[Sums, Sums | None]:
         if not self.partition.batch or self.partition.groups != self.partition.batch:
-            return self._weight.sums()
+            return self._weight.sums(), None
         total, square = both_sums(self.values, dim=1)
-        self.bias_sums = total[1].data, square[1]
-        return total[0].data, square[0]
+        return (total[0].data, square[0]), (total[1].data, square[1])
 
 
 @rule(F.layer_norm, torch.layer_norm, saves="input")
@@ -206,7 +210,7 @@ def batch_norm(
 ) -> Contributions:
     mean, var = (None, None) if training else (running_mean, running_var)
 
-    def sums(x: Tensor, dy: Tensor) -> Sums:
+    def sums(x: Tensor, dy: Tensor) -> SampleSums:
         v, m = (
             torch.var_mean(x, [d for d in range(x.dim()) if d != 1], correction=0)
             if training

@@ -29,7 +29,7 @@ Contributions = dict[str, Contribution]
 class Use(NamedTuple):
     """One call of a torch function that uses parameters on the batch, as its rule needs it.
 
-    It has no tensors, and serves all calls of the same form. It names tensors by their positions
+    It has no tensors, and serves all calls with the same key. It names tensors by their positions
     among the tensors of the call.
     """
 

@@ -23,7 +23,7 @@ class Call:
     """
 
     __slots__ = (
-        *("args", "carriers", "form", "function", "kwargs"),
+        *("args", "carriers", "key", "function", "kwargs"),
         *("lost", "out", "parameters", "summed"),
     )
 
@@ -33,7 +33,7 @@ class Call:
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
         carriers: Carriers = (),
-        form: tuple[Any, ...] | None = None,
+        key: tuple[Any, ...] | None = None,
     ):
         self.function, self.args = function, args
         self.kwargs = kwargs or {}
@@ -42,8 +42,8 @@ class Call:
         if "out" in self.kwargs:
             self.kwargs = {k: v for k, v in self.kwargs.items() if k != "out"}
             self.out = kwargs["out"]  # type: ignore[index]
-        self.form = form
-        """The key of the call's plan; None if the call has no form, and so no plan."""
+        self.key = key
+        """The key of the call's plan; None if a plan would not be valid for other calls."""
         self.carriers: list[tuple[Tensor, Place]] = list(carriers)
         self.parameters: list[Tensor] = []
         """Observed parameters, and tensors made of parameters alone."""

@@ -79,7 +79,7 @@ def _try_guess(
     if trace.lets_samples_meet:
         return guessed.places[0] if guessed.places else Gone(is_linear=False)
     if has_rows_for_samples(call):
-        call.form = None  # values of a constant may decide which samples meet: no plan is valid
+        call.key = None  # values of a constant may decide which samples meet: no plan is valid
     is_mixed = False
     for place in guessed.places:
         verdict = trace.verdicts.of_call(call, place, which)

@@ -19,7 +19,7 @@ from varreg.engine.marks import (
     marks_of_forward,
     with_marks,
 )
-from varreg.engine.refusals import place
+from varreg.engine.refusals import describe_module
 from varreg.engine.rehearsal.pauses import gradients_aside
 from varreg.engine.trace.arguments import results
 from varreg.engine.trace.layout import Place
@@ -179,7 +179,7 @@ class _ModuleHook:
         self.trace, self.hook, self.places, self.kept = trace, hook, places, kept
 
     def __call__(self, module: nn.Module, *grads: tuple[Any, ...]) -> Any:
-        path = place(self.trace.observer.parameters.module_names.get(module, ""), module)
+        path = describe_module(self.trace.observer.parameters.module_names.get(module, ""), module)
         watch = Watch(self.trace, [g for some in grads for g in some], path)
         result = self.hook(module, *grads)
         if result is None and not watch.is_written():

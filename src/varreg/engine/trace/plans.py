@@ -1,10 +1,10 @@
-"""Plans: what the engine found out about one call is stored, and used for all calls of the same
-form. Training repeats the same calls in every step.
+"""Plans: what the engine found out about one call is stored, and used for all calls with the
+same key. Training repeats the same calls in every step.
 
-The form of a call is everything that decides where it takes the batch and which rule serves it: the
+The key of a call is everything that decides where it takes the batch and which rule serves it: the
 function, the plain arguments, and the shape, type and kind of each tensor. The kind is: a carrier
-of the batch, with its place; a parameter; or a constant. Values are not part of the form. If the
-result may depend on anything else, the call has no form, and the engine analyses it every time.
+of the batch, with its place; a parameter; or a constant. Values are not part of the key. If the
+result may depend on anything else, the call has no key, and the engine analyses it every time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from varreg.engine.rules import Use
     from varreg.engine.trace.call import Call
 
-Form = tuple[Any, ...]
+Key = tuple[Any, ...]
 Result = tuple[torch.Size, tuple[Any, ...]]
 """The shape of a result, and the payload of its mark."""
 
@@ -41,24 +41,24 @@ _LAYOUT = len(Layout._fields)  # a layout
 _LAYOUT_WITHOUT_GRADIENTS = _LAYOUT + 1  # a layout, and a flag: marked while gradients were off
 
 
-def form_of(
+def key_of(
     function: Any,
     args: Sequence[Any],
     kwargs: dict[str, Any],
     ledger_of: Callable[[Tensor], Any],
-) -> tuple[Form | None, list[Tensor], list[Any]]:
-    """Return the form of a call, or None; its tensors; and for each tensor its ledger, or None if
+) -> tuple[Key | None, list[Tensor], list[Any]]:
+    """Return the key of a call, or None; its tensors; and for each tensor its ledger, or None if
     it is no parameter.
 
     This runs for every call of a torch function in a forward. It is one loop without Python calls,
     so it reads marks in the same way as `marks.payload_of`.
     """
     number = RUNNING.number
-    form: list[Any] = [function]
+    key: list[Any] = [function]
     tensors: list[Tensor] = []
     ledgers: list[Any] = []
     if kwargs:
-        form.append(tuple(kwargs))
+        key.append(tuple(kwargs))
         rest = [*args, *kwargs.values()]
         rest.reverse()  # a stack, with the first argument on top
     else:
@@ -67,7 +67,7 @@ def form_of(
         value = rest.pop()
         kind = type(value)
         if kind in _PLAIN:
-            form += (kind, value)  # x[1] is not x[True], and 1 == True
+            key += (kind, value)  # x[1] is not x[True], and 1 == True
         elif kind is Tensor or kind is nn.Parameter:  # subclasses may behave otherwise
             ledger = where = None
             mark = value.__dict__.get(MARK)
@@ -75,29 +75,29 @@ def form_of(
                 where = mark[1]
                 if len(where) != _LAYOUT:
                     if len(where) != _LAYOUT_WITHOUT_GRADIENTS or value.requires_grad:
-                        return None, tensors, ledgers  # a mark of another kind: no form
+                        return None, tensors, ledgers  # a mark of another kind: no key
                     where = where[:_LAYOUT]  # the tensor still has no gradient: a plain layout
             elif value.requires_grad:
                 ledger = ledger_of(value)
                 if not ledger:
                     return None, tensors, ledgers
                 where = "parameter"
-            form += (where, value.shape, value.dtype)
+            key += (where, value.shape, value.dtype)
             tensors.append(value)
             ledgers.append(ledger)
         elif kind is tuple or kind is list or kind is torch.Size:
-            form += (kind, len(value))
+            key += (kind, len(value))
             rest += value[::-1]
         elif kind is slice:
             ends = (value.start, value.stop, value.step)
             if not _PLAIN.issuperset(map(type, ends)):
                 return None, tensors, ledgers  # values of a tensor choose the rows
-            form += (slice, *ends)
+            key += (slice, *ends)
         else:
             return None, tensors, ledgers
     if len(tensors) > 1 and len(set(map(id, tensors))) != len(tensors):
         return None, tensors, ledgers  # x @ x differs from x @ y
-    return tuple(form), tensors, ledgers
+    return tuple(key), tensors, ledgers
 
 
 class Plan:
@@ -134,9 +134,9 @@ def _fits(out: Any, expected: Result | None) -> bool:
     return not isinstance(out, Tensor) and expected is None
 
 
-def store_plan(plans: dict[Form, Plan], call: Call, plan: Plan, outs: Sequence[Any]) -> None:
-    """Store a plan with the marks of the results, if they are valid for every call of its form."""
-    if call.form is None or call.out is not None or goes_by_values(call):
+def store_plan(plans: dict[Key, Plan], call: Call, plan: Plan, outs: Sequence[Any]) -> None:
+    """Store a plan with the marks of the results, if they are valid for every call with its key."""
+    if call.key is None or call.out is not None or goes_by_values(call):
         return
     if not is_known(call.function) and has_rows_for_samples(call):
         return  # values of a constant may decide which samples mix
@@ -152,4 +152,4 @@ def store_plan(plans: dict[Form, Plan], call: Call, plan: Plan, outs: Sequence[A
     if len(plans) >= MOST_PLANS:  # dropping all is cheaper than tracking their age
         plans.clear()
     plan.results = tuple(expected)
-    plans[call.form] = plan
+    plans[call.key] = plan

@@ -21,8 +21,8 @@ from varreg.errors import MeasurementError
 
 
 def mark_results(trace: Trace, plans: dict[Any, Plan], call: Call, out: Any) -> None:
-    """Mark the results of a call without a use. Store a plan, if it is valid for all calls of its
-    form.
+    """Mark the results of a call without a use. Store a plan, if it is valid for all calls with its
+    key.
     """
     if call.lost or call.summed:
         where = place_combined(trace, call)

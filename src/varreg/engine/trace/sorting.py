@@ -14,7 +14,7 @@ from varreg.engine.trace.functions import CREATORS, SHAPE_ONLY
 from varreg.engine.trace.layout import Layout, Lost, Place, Summed, Where
 from varreg.engine.trace.packed import sizes_in
 from varreg.engine.trace.trace import UNKNOWN, UNKNOWN_CONSTANT, WRITTEN, Trace, memory_of
-from varreg.engine.trace.unseen import candidates_for, place
+from varreg.engine.trace.unseen import candidates_for, find_place
 
 
 def sort_tensors(trace: Trace, call: Call) -> None:
@@ -60,9 +60,9 @@ def _where(trace: Trace, t: Tensor) -> Where | Derived | None:
         if trace.observer.parameters.ledger(t):
             where = DERIVED
         elif t.grad_fn is not None:
-            where = place(trace, t, candidates_for(t, trace.batch))
+            where = find_place(trace, t, candidates_for(t, trace.batch))
     elif isinstance(where, Layout) and is_unseen(t):
-        where = place(trace, t, [where])
+        where = find_place(trace, t, [where])
     return where
 
 

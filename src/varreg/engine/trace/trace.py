@@ -62,11 +62,13 @@ class Trace:
         self.rewritten: dict[int, Tensor] = {}
         """Memory whose rows changed owners, by its address; each with a tensor that keeps it alive.
         """
-        self.fresh: set[int] = set()
-        """Tensors that were marked after memory was rewritten, by id."""
+        self.fresh: dict[int, Tensor] = {}
+        """Tensors that were marked after memory was rewritten, by id. They are kept, so that no
+        other tensor gets their id.
+        """
         self.backwards = BackwardRuns.backwards
         """The number of backward runs of varreg's nodes before this forward began."""
-        self.has_slots = False
+        self.has_row_per_sample = False
         """True: a tensor made of parameters has one row for each position in the batch."""
         self.is_counted = False
         """True: a call used a number that may have been made from the number of samples."""
@@ -90,8 +92,7 @@ class Trace:
         """Mark a tensor. The mark is newer than all writes to its memory so far."""
         mark(t, where)
         if self.rewritten:
-            self.fresh.add(id(t))
-            self.rewritten[-id(t)] = t  # kept, so that no other tensor gets its id
+            self.fresh[id(t)] = t
 
     def mark_or_refuse(self, t: Tensor, where: Where | Derived) -> None:
         """Mark a tensor. If it is lost, refuse a gradient that arrives at it."""

@@ -38,7 +38,7 @@ from varreg.engine.trace.functions import (
     WRITERS,
 )
 from varreg.engine.trace.gradient_hooks import register_user_hook
-from varreg.engine.trace.plans import Form, Plan, form_of
+from varreg.engine.trace.plans import Key, Plan, key_of
 from varreg.engine.trace.results import mark_results
 from varreg.engine.trace.saved_hooks import try_saved_hooks
 from varreg.engine.trace.sorting import hides_samples, sort_tensors
@@ -75,7 +75,7 @@ class Tracer(TorchFunctionMode):
         super().__init__()
         self.observer = observer
         self.verdicts = Verdicts()
-        self.plans: dict[Form, Plan] = {}
+        self.plans: dict[Key, Plan] = {}
         self.trace = Trace(observer, self.verdicts)
         self._split: Any = None  # groups, rank and world that the plans were made for
 
@@ -117,15 +117,15 @@ class Tracer(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a call: by the plan of its form if there is one, else as a new call."""
+        """Run a call: by the plan of its key if there is one, else as a new call."""
         if is_dynamo_compiling() or _torch.get_eval_frame_callback() is not None:
             return _run_uncompiled(self, func, types, args, kwargs)
-        form, kwargs = None, kwargs or {}
+        key, kwargs = None, kwargs or {}
         try:
             if torch.is_grad_enabled() and not self.trace.rewritten:
                 parameters = self.observer.parameters
-                form, tensors, ledgers = form_of(func, args, kwargs, parameters.ledger)
-                plan = None if form is None else self.plans.get(form)
+                key, tensors, ledgers = key_of(func, args, kwargs, parameters.ledger)
+                plan = None if key is None else self.plans.get(key)
                 if plan is not None:
                     if plan.use is not None:
                         out = by_rule.replay(self.trace, plan, func, args, kwargs, tensors, ledgers)
@@ -138,7 +138,7 @@ class Tracer(TorchFunctionMode):
                         else:
                             self._mark_again(Call(func, args, kwargs), out)
                         return out
-            return self.run_new(func, args, kwargs, form)
+            return self.run_new(func, args, kwargs, key)
         except Exception as error:
             note_failure(self.trace, func, args, kwargs, error)
             raise
@@ -149,17 +149,17 @@ class Tracer(TorchFunctionMode):
         self.trace.mark_each(out, lambda t, i: place_result(self.trace, call, t, i))
 
     def run_new(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], form: Form | None = None
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], key: Key | None = None
     ) -> Any:
-        """Run a call that has no plan yet, and return its result. If the call has a form, make a
-        plan for all calls of that form, if one plan can serve them all.
+        """Run a call that has no plan yet, and return its result. If the call has a key, make a
+        plan for all calls with that key, if one plan can serve them all.
 
         Under a transform of `torch.func` (vmap, grad) inside of the forward, a call that uses
         parameters is refused here. Of other calls under a transform, only the result is followed,
         as a tensor of unknown origin (`unseen.py`). `refusals.refuse_transform` refuses a transform
         of the whole model.
         """
-        trace, call = self.trace, Call(func, args, kwargs, form=form)
+        trace, call = self.trace, Call(func, args, kwargs, key=key)
         if hides_samples(args):
             trace.escape(func)
         if _torch.dispatch_modes() and has_foreign_mode():

@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 Edge = tuple[Any, int, Place]
 """A node, the number of one of its outputs, and where that output carries the batch."""
-Names = Callable[[Tensor], str | None]
+NameOf = Callable[[Tensor], str | None]
 """The name of an observed parameter; None for any other tensor."""
 
 
-def place(trace: Trace, t: Tensor, candidates: list[Place]) -> Where | Derived:
+def find_place(trace: Trace, t: Tensor, candidates: list[Place]) -> Where | Derived:
     """Find the place of a tensor of unknown origin, mark it, and return its mark."""
     assert t.grad_fn is not None
     trace.unseen += 1  # a part of the key: a model meets such tensors in the same order
@@ -84,7 +84,7 @@ def check_input(trace: Trace, t: Tensor, where: Where) -> Where:
 
 
 def place_unseen(
-    t: Tensor, batch: int, candidates: Sequence[Place], name_of: Names
+    t: Tensor, batch: int, candidates: Sequence[Place], name_of: NameOf
 ) -> Place | Lost | Derived:
     """Return where a tensor of unknown origin carries the batch, or that it is made of parameters.
 
@@ -126,7 +126,7 @@ def hand_out(trace: Trace, t: Tensor) -> Any:
     return node
 
 
-def sends_back(t: Tensor, place: Place, name_of: Names, grad: Tensor, deep: bool = False) -> bool:
+def sends_back(t: Tensor, place: Place, name_of: NameOf, grad: Tensor, deep: bool = False) -> bool:
     """Return whether the backward from a tensor keeps samples apart: a gradient for some samples
     alone must give these samples the same gradients as before. The test covers the graph up to our
     next nodes or, if `deep`, all nodes behind them.
@@ -187,7 +187,7 @@ def candidates_for(t: Tensor, batch: int) -> list[Place]:
     return [Layout(batch, dim) for dim, size in enumerate(t.shape) if size == batch]
 
 
-def _origins(t: Tensor, name_of: Names, deep: bool = False) -> tuple[list[Edge], list[str]]:
+def _origins(t: Tensor, name_of: NameOf, deep: bool = False) -> tuple[list[Edge], list[str]]:
     """Return the edges at which the graph reaches our nodes or inputs, and the names of parameters.
 
     The names are of the parameters that it reaches without passing such an edge. If `deep`, the
@@ -222,7 +222,7 @@ def _origins(t: Tensor, name_of: Names, deep: bool = False) -> tuple[list[Edge],
     return edges, parameters
 
 
-def are_mixed(t: Tensor, place: Place, name_of: Names) -> bool:
+def are_mixed(t: Tensor, place: Place, name_of: NameOf) -> bool:
     """Return whether an earlier forward mixed the samples of an input."""
     edges, _ = _origins(t, name_of)
     edges = [edge for edge in edges if edge[2].batch == place.batch]

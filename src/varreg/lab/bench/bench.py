@@ -8,7 +8,7 @@ from typing import Any
 from varreg.errors import VarregError
 from varreg.lab import displays, store
 from varreg.lab.bench import costs, output
-from varreg.lab.bench.plan import Plan
+from varreg.lab.bench.bench_plan import Plan
 
 INTERRUPTED = 130
 """The exit code of a command that Ctrl-C stopped."""

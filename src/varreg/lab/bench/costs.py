@@ -14,7 +14,7 @@ import torch
 from varreg import memory as scratch
 from varreg.lab import specs
 from varreg.lab.bench import timing
-from varreg.lab.bench.plan import PLAIN, Case, Plan, base_of, groups_of, workload_of
+from varreg.lab.bench.bench_plan import PLAIN, Case, Plan, base_of, groups_of, workload_of
 from varreg.lab.bench.single_samples import check_moments
 from varreg.lab.bench.timing import Parts, Peak
 from varreg.lab.bench.training import Training

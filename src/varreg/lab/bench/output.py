@@ -5,8 +5,8 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
+from varreg.lab.bench.bench_plan import EXACT, PLAIN, SUMS, Plan, groups_of
 from varreg.lab.bench.costs import PHASES, threads_set_to
-from varreg.lab.bench.plan import EXACT, PLAIN, SUMS, Plan, groups_of
 from varreg.lab.bench.timing import Peak, Ratio
 from varreg.lab.environment import device_name, environment, machine
 from varreg.tables import table

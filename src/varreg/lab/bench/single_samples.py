@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import varreg
 from varreg.devices import in_double
 from varreg.errors import MeasurementError, VarregError
-from varreg.lab.bench.plan import groups_of, observed_by
+from varreg.lab.bench.bench_plan import groups_of, observed_by
 from varreg.lab.bench.workloads import Workload, built, call, part, samples
 from varreg.lab.tasks.randomness import seeded
 from varreg.thresholds import NOISE

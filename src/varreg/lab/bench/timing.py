@@ -17,6 +17,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import NamedTuple, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 
 P = ParamSpec("P")
@@ -42,10 +43,7 @@ def quantile(values: Sequence[float], q: float) -> float:
     >>> quantile([3.0, 1.0, 2.0], 0.5), quantile([1.0, 2.0], 0.25)
     (2.0, 1.25)
     """
-    ordered = sorted(values)
-    place = q * (len(ordered) - 1)
-    i = min(int(place), max(len(ordered) - 2, 0))
-    return ordered[i] + (place - i) * (ordered[min(i + 1, len(ordered) - 1)] - ordered[i])
+    return float(np.quantile(values, q))
 
 
 def ratio(these: Sequence[float], over: Sequence[float]) -> Ratio:

@@ -9,7 +9,7 @@ import torch
 import varreg
 from varreg.lab import optimizers, specs
 from varreg.lab.bench import timing
-from varreg.lab.bench.plan import PLAIN, SUMS, base_of, observed_by
+from varreg.lab.bench.bench_plan import PLAIN, SUMS, base_of, observed_by
 from varreg.lab.bench.timing import Parts
 from varreg.lab.bench.workloads import Workload, built, call
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from varreg.optim.base import Regularized
-from varreg.optim.step import ParameterStep
+from varreg.optim.parameter_step import ParameterStep
 
 
 class _Mean(Regularized):

@@ -17,6 +17,8 @@ from varreg.lab.report.style import (
     UNITS,
     band,
     legend,
+    lines_above,
+    look,
     new_figure,
     padded,
     scale,
@@ -55,10 +57,10 @@ def curves(
                     color="#4c566a",
                     size=9,
                 )
-            if metric.endswith("loss"):
-                scale(axes, values)
+            end = scale(axes, values) if metric.endswith("loss") else math.inf
+            rows = [run["evaluations"][metric] for runs in arms.values() for run in runs]
             axes.set_title(TITLES[metric])
-            axes.set_xlabel(UNITS[unit])
+            axes.set_xlabel(UNITS[unit] + lines_above(rows, end))
             axes.margins(x=0.01)
         legend(figure, panels[0])
         return figure
@@ -70,6 +72,7 @@ def over_time(arms: dict[str, Runs]) -> Figure:
         figure, panels = new_figure(3, 3.2, 3.7)
         for axes, (key, title) in zip(panels, STATISTICS.items(), strict=True):
             values: list[float] = []
+            drawn: list[list[float]] = []
             for i, (name, runs) in enumerate(arms.items()):
                 rows = [
                     run["statistics"].get(key, [math.nan] * len(run["statistics"]["step"]))
@@ -77,10 +80,10 @@ def over_time(arms: dict[str, Runs]) -> Figure:
                 ]
                 x = _longest(runs, "statistics", "step")
                 values += band(axes, x, rows, i + 1, name)
-            if key != "lambda":
-                scale(axes, values)
+                drawn += rows
+            end = scale(axes, values) if key != "lambda" else math.inf
             axes.set_title(title)
-            axes.set_xlabel("steps")
+            axes.set_xlabel("steps" + lines_above(drawn, end))
         legend(figure, panels[0])
         return figure
 
@@ -105,7 +108,7 @@ def per_layer(runs: Runs) -> Figure:
                 if len(columns) <= len(COLORS)
                 else [columns[i] for i in np.linspace(0, len(columns) - 1, len(COLORS)).astype(int)]
             )
-            values: list[float] = []
+            drawn: list[list[float]] = []
             for column in shown:
                 layer = column.partition("/")[2].removesuffix(".weight")
                 # matplotlib does not show labels that start with an underscore
@@ -117,18 +120,12 @@ def per_layer(runs: Runs) -> Figure:
                     )
                 )
                 x = _longest(runs, "statistics", "step")[: len(y)]
-                axes.plot(
-                    x,
-                    y,
-                    color=COLORS[layers.index(layer) % len(COLORS)],
-                    label=layer,
-                    linewidth=1.4,
-                )
-                values += [float(v) for v in y if math.isfinite(v)]
-            if key != "lambda":
-                scale(axes, values)
+                shown_as = {**look(layers.index(layer)), "linewidth": 1.4}
+                axes.plot(x, y, label=layer, **shown_as)
+                drawn.append(y.tolist())
+            end = scale(axes, [v for row in drawn for v in row]) if key != "lambda" else math.inf
             axes.set_title(title)
-            axes.set_xlabel("steps")
+            axes.set_xlabel("steps" + lines_above(drawn, end))
         legend(figure, max(panels, key=lambda a: len(a.get_legend_handles_labels()[0])))
         return figure
 

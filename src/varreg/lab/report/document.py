@@ -7,11 +7,10 @@ import io
 import re
 from typing import Any
 
-import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from varreg.lab.report.csv_tables import Rows
-from varreg.lab.report.style import STYLE, save, say_scales
+from varreg.lab.report.style import save
 
 Findings = dict[str, Any]
 """The findings from results in plain values, as in `results.json`. All have a `verdict` and
@@ -34,8 +33,6 @@ class Page:
 
     def figure(self, name: str, made: Figure, caption: str, tab: str = "") -> None:
         """Add a figure to the last section. Several figures of a section are shown under tabs."""
-        with mpl.rc_context(STYLE):
-            say_scales(made)
         self.figures[name] = svg(made, name), png(made)
         width = round(made.get_figwidth() * 104)
         self.sections[-1]["figures"].append(

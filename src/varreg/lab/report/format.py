@@ -33,6 +33,15 @@ def percent(level: float) -> str:
     return f"{100 * level:.3g} %"
 
 
+def count(n: int, what: str) -> str:
+    """Return a number of things.
+
+    >>> count(1, "epoch"), count(20, "epoch")
+    ('1 epoch', '20 epochs')
+    """
+    return f"{n} {what}{'s' * (n != 1)}"
+
+
 def mean(values: list[float]) -> str:
     """Return the mean of values, with three digits."""
     return number(statistics.fmean(values))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import matplotlib as mpl
@@ -15,9 +15,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import (
     FixedLocator,
     FuncFormatter,
-    LogFormatter,
+    Locator,
     LogFormatterMathtext,
     LogLocator,
+    MaxNLocator,
     NullFormatter,
 )
 
@@ -68,20 +69,21 @@ def new_figure(panels: int, height: float = 3.4, width: float = 4.9) -> tuple[Fi
     return figure, list(axes)
 
 
-class PlainPowers(LogFormatter):
-    """Labels of a logarithmic axis, without the mathematics that `STYLE` does not parse."""
-
-    def __call__(self, x: float, pos: int | None = None) -> str:
-        return tick(x) if super().__call__(x, pos) else ""
+def look(place: int) -> dict[str, Any]:
+    """Return colour, dashes and width of a line. Lines of different places can be distinguished
+    where they coincide: an earlier one is wider, and a later one has gaps.
+    """
+    return {
+        "color": COLORS[place % len(COLORS)],
+        "linestyle": DASHES[place % len(DASHES)],
+        "linewidth": max(1.4, 2.8 - 0.4 * place),
+    }
 
 
 def save(figure: Figure, file: Any, **options: Any) -> None:
-    """Write a figure in our style, with labels of logarithmic axes as plain numbers."""
-    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
-        if isinstance(axis.get_major_formatter(), LogFormatterMathtext):
-            axis.set_major_formatter(PlainPowers())
-            axis.set_minor_formatter(PlainPowers(labelOnlyBase=False))
+    """Write a figure in our style. Its axes say whether they are logarithmic or linear."""
     with mpl.rc_context(STYLE):
+        say_scales(figure)
         figure.savefig(file, **options)
 
 
@@ -127,19 +129,30 @@ def scale(axes: Axes, values: Sequence[float]) -> float:
 
 
 def say_scales(figure: Figure) -> None:
-    """Write at each axis whether it is logarithmic or linear, and give it readable numbers."""
+    """Write at each axis of numbers whether it is logarithmic or linear, once, and give
+    logarithmic axes readable numbers.
+    """
     for axes in figure.axes:
         for axis in (axes.xaxis, axes.yaxis):
-            if axes.images or isinstance(axis.get_major_locator(), FixedLocator):
-                continue  # names, not numbers
             kind = axis.get_scale()
-            if kind == "log":
-                low, high = sorted(axis.get_view_interval())
-                near = high < 100 * low
-                axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if near else (1.0,)))
+            has_names = kind == "linear" and isinstance(axis.get_major_locator(), FixedLocator)
+            if has_names or axes.images or not axes.axison:
+                continue
+            if kind == "log" and isinstance(axis.get_major_formatter(), LogFormatterMathtext):
+                axis.set_major_locator(_log_ticks(*sorted(axis.get_view_interval())))
                 axis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
                 axis.set_minor_formatter(NullFormatter())
-            axis.set_label_text(f"{axis.get_label_text()}  ({kind})".strip())
+            said = axis.get_label_text()
+            if not said.endswith(f"({kind})"):
+                axis.set_label_text(f"{said}  ({kind})".strip())
+
+
+def _log_ticks(low: float, high: float) -> Locator:
+    """Return where a logarithmic axis has numbers: few, but some."""
+    if high < 2 * low:
+        return MaxNLocator(5)
+    near: tuple[float, ...] = (1.0, 2.0, 5.0) if high > 10 * low else tuple(range(1, 10))
+    return LogLocator(subs=near if high < 100 * low else (1.0,))
 
 
 def tick(value: float) -> str:
@@ -154,6 +167,43 @@ def tick(value: float) -> str:
     factor = f"{value / 10**power:.3g}"
     raised = str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
     return f"{'' if factor == '1' else factor + '·'}10{raised}"
+
+
+MARKS = {"×": ("x", "broke"), "▲": ("^", "far above")}
+"""Marks of what an axis does not show: what matplotlib calls them, and what they mean."""
+
+
+def at_top(axes: Axes, x: float, mark: str, color: str) -> None:
+    """Draw a mark at the upper end of an axis, for a value that is not on it."""
+    axes.plot(x, 0.98, MARKS[mark][0], color=color, ms=7, mew=2, clip_on=False,
+              transform=axes.get_xaxis_transform())  # fmt: skip
+
+
+def said_of(beyond: Mapping[str, int]) -> str:
+    """Return how many values an axis does not show, for its label.
+
+    >>> said_of({"×": 0, "▲": 2}), said_of({"×": 0})
+    (', ▲ far above: 2', '')
+    """
+    return "".join(f", {mark} {MARKS[mark][1]}: {n}" for mark, n in beyond.items() if n)
+
+
+def lines_above(rows: Iterable[Sequence[float]], end: float) -> str:
+    """Return how many lines go above the end of an axis, for its label."""
+    finite = ([v for v in row if math.isfinite(v)] for row in rows)
+    return said_of({"▲": sum(max(row, default=0.0) > end for row in finite)})
+
+
+def within(sizes: Sequence[float]) -> float:
+    """Return the end of a linear axis that shows these sizes, without those that are more than FAR
+    times the (lower) median; infinity if all can be shown.
+
+    >>> within([0.02, 0.5, 1e22]), within([0.02, 0.5])
+    (0.5, inf)
+    """
+    seen = [v for v in sizes if math.isfinite(v) and v > 0]
+    end = FAR * statistics.median_low(seen) if seen else math.inf
+    return math.inf if not seen or max(seen) <= end else max(v for v in seen if v <= end)
 
 
 def padded(rows: Sequence[Sequence[float]]) -> np.ndarray:
@@ -178,19 +228,19 @@ def band(
     With `complete`, draw only as far as all seeds have values, and a cross where a seed ended
     early.
     """
-    color, dashes = COLORS[place % len(COLORS)], DASHES[place % len(DASHES)]
+    shown = look(place)
+    color = shown["color"]
     y = padded(rows)
     y[~np.isfinite(y)] = math.nan
     seen = ~np.isnan(y).any(axis=0) if complete else ~np.isnan(y).all(axis=0)
     if not seen.any():
-        axes.plot([], [], color=color, label=label)
+        axes.plot([], [], label=label, **shown)
         return []
     ends = np.flatnonzero(seen)[-1]
     if complete and not np.isnan(y[:, ends + 1 :]).all():
         axes.plot(x[ends], y[:, ends].mean(), "x", color=color, ms=9, mew=2.5)
     x, y = x[: y.shape[1]][seen], y[:, seen]
-    middle, width = np.nanmean(y, axis=0), max(1.4, 2.8 - 0.4 * place)
-    axes.plot(x, middle, color=color, label=label, linestyle=dashes, linewidth=width)
+    axes.plot(x, np.nanmean(y, axis=0), label=label, **shown)
     if len(rows) > 1:
         axes.fill_between(
             x, np.nanmin(y, axis=0), np.nanmax(y, axis=0), color=color, alpha=0.15, linewidth=0

@@ -19,8 +19,8 @@ from varreg.lab import optimizers, recipe, schema, store
 from varreg.lab.environment import environment
 from varreg.lab.noise_decay import NoiseDecay
 from varreg.lab.runs import checkpoint
-from varreg.lab.runs.best import Best
 from varreg.lab.runs.config import Config, batches
+from varreg.lab.runs.early_stopping import Best
 from varreg.lab.runs.metrics import effective_lambdas, evaluate
 from varreg.lab.runs.training_device import (
     check_device,

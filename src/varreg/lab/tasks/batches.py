@@ -20,7 +20,9 @@ class Split(NamedTuple):
     """Inputs and targets, preloaded."""
 
     x: Tensor
+    """The inputs."""
     y: Tensor
+    """The targets."""
 
     def __len__(self) -> int:
         return len(self.y)

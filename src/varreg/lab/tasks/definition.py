@@ -35,12 +35,15 @@ class Task:
     """Data, a model for it, and a budget."""
 
     about: str
+    """What the task is, in a few words."""
     load: Callable[[Path | None], Splits]
     """Returns the three splits. Its argument is a data folder, or None."""
     model: Callable[[], nn.Module]
     """Returns a new model, initialized from torch's random state."""
     batch: int
+    """The batch size."""
     epochs: int
+    """The number of passes over `train` of a run."""
     loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
     """The loss, a function of the model's output and the targets: a mean over samples."""
     accuracy: Callable[[Tensor, Tensor], Tensor] | None = accuracy

@@ -35,17 +35,19 @@
   try { Object.assign(state, JSON.parse(sessionStorage.getItem(KEY) || "{}")); } catch { /* none */ }
   const save = () => { try { sessionStorage.setItem(KEY, JSON.stringify(state)); } catch { /* none */ } };
 
+  // Curves that coincide are told apart by their dashes.
+  const DASHES = [[], [6, 4], [2, 3], [9, 3, 2, 3]];
   const layerSeries = (key) => {
     const n = about.layers.length;
     const on = Math.ceil(n / 6);
     const hue = (i) => `hsl(${Math.round((i * 300) / Math.max(1, n))} 65% ${isDark() ? 65 : 42}%)`;
     return about.layers.map((name, i) => (
-      { key: `${key}#${i}`, label: name, color: () => hue(i), off: i % on !== 0 }));
+      { key: `${key}#${i}`, label: name, color: () => hue(i), dash: DASHES[i % DASHES.length], off: i % on !== 0 }));
   };
   const isDark = () => matchMedia("(prefers-color-scheme: dark)").matches;
 
   const CHARTS = [
-    { id: "loss", title: "Loss", series: [{ key: "loss", label: "loss", color: "blue" }],
+    { id: "loss", title: "Loss", cap: true, series: [{ key: "loss", label: "loss", color: "blue" }],
       text: "The loss of the recorded steps, each of one batch." },
     { id: "noise", title: "Gradient noise scale and batch", log: true,
       series: [
@@ -53,30 +55,30 @@
         { key: "noise_scale", label: "noise scale", color: "blue" },
         { key: "noise_scale_low", label: "at least", color: "blue", edge: true },
         { key: "batch", label: "batch", color: "red", dash: [6, 4] },
-        { key: "cabs", label: "CABS", color: "gold", off: true }],
+        { key: "cabs", label: "CABS", color: "gold", dash: [2, 3], off: true }],
       band: [1, 3],
       text: "The batch at which the mean gradient has as much noise as signal: tr Σ/|G|², from averages over many steps, with its interval at two standard errors. Where the batch is far below it, twice the batch nearly halves the steps; far above it, twice the batch is nearly twice the work. “∞” says that no signal is seen yet. CABS is lr·tr Σ/loss, a batch for plain SGD." },
     { id: "snr", title: "Signal-to-noise ratio", log: true, guide: 1,
       series: [{ key: "snr", label: "|ḡ| / its standard error", color: "green" }],
       text: "The size of a batch's mean gradient over its own standard error. Pure noise has 1, the dotted line." },
-    { id: "grad", title: "Gradient: size and noise", log: true,
+    { id: "grad", title: "Gradient: size and noise", log: true, cap: true,
       series: [
         { key: "grad_norm", label: "|ḡ|", color: "blue" },
-        { key: "grad_error", label: "its standard error", color: "red" }],
+        { key: "grad_error", label: "its standard error", color: "red", dash: [6, 4] }],
       text: "The norm of the mean gradient ḡ before clipping, and √(tr Σ/m), how far it is off for m samples. Where the two meet, a step follows noise." },
     { id: "lambda", title: "λ: length of steps, relative to the base optimizer",
       series: [
         { key: "lambda_q90", label: "90 %", color: "pink", edge: true },
         { key: "lambda_effective", label: "effective", color: "blue" },
-        { key: "lambda_q50", label: "median", color: "pink" },
+        { key: "lambda_q50", label: "median", color: "pink", dash: [6, 4] },
         { key: "lambda_q10", label: "10 %", color: "pink", edge: true },
-        { key: "lambda_mean", label: "mean", color: "green", off: true }],
+        { key: "lambda_mean", label: "mean", color: "green", dash: [2, 3], off: true }],
       band: [1, 4], guide: 1,
       text: "By λ each element's step is shorter or longer than the base optimizer's. Effective: the mean weighted by squared gradients; the base at that learning rate is the control for any gain. The band holds 80 % of all elements." },
     { id: "gauges", title: "Gauges of one batch",
       series: [
         { key: "norm_test", label: "norm test θ", color: "red" },
-        { key: "evidence", label: "evidence", color: "gold" }],
+        { key: "evidence", label: "evidence", color: "gold", dash: [6, 4] }],
       text: "Norm test: the standard error over the size; near 1 the batch is mostly noise. Evidence: 1 − m·GSNR; above 0 the mean gradient looks like noise alone." },
     { id: "gsnr", title: "GSNR: mean of ḡ²/s² over elements", log: true,
       series: [{ key: "gsnr", label: "GSNR", color: "green" }],
@@ -84,7 +86,7 @@
     { id: "verdicts", title: "Layers that are noise, and that are signal", whole: true,
       series: [
         { key: "noise_layers", label: "noise", color: "red" },
-        { key: "signal_layers", label: "signal", color: "green" }],
+        { key: "signal_layers", label: "signal", color: "green", dash: [6, 4] }],
       text: "In how many layers the noise of the mean gradient is larger than its signal, and in how many it is smaller, each at two standard errors; of the others one cannot tell." },
     { id: "lr", title: "Learning rate", series: [{ key: "lr", label: "lr", color: "gold" }],
       text: "Of the first param group." },
@@ -100,6 +102,17 @@
   const markOf = (s) => (s.edge ? faded(colorOf(s), 35) : colorOf(s));
   const isLog = (chart) => state.log[chart.id] ?? !!chart.log;
 
+  // The largest value that is drawn: a loss that is far above both the first one and the median, of
+  // a training that broke, would flatten all others.
+  const capOf = (chart, values) => {
+    const seen = values.filter((v) => v !== null && Number.isFinite(v) && v > 0);
+    if (!chart.cap || !seen.length) return { end: Infinity, top: Infinity };
+    const median = [...seen].sort((a, b) => a - b)[Math.floor((seen.length - 1) / 2)];
+    const end = (isLog(chart) ? 1000 : 10) * Math.max(seen[0], median);
+    const shown = Math.max(...seen.filter((v) => v <= end));
+    return { end, top: shown * (isLog(chart) ? 4 : 1.25) };
+  };
+
   // Values as they are drawn. The edges of a band may be far away, or infinite: they are drawn no
   // farther from the other lines than four times their values. What is shown as text is not changed.
   const drawn = (chart, raw) => {
@@ -108,9 +121,12 @@
     const main = raw.filter((_, i) => !chart.series[i].edge && !chart.series[i].off).flat().filter(usable);
     const top = main.length ? Math.max(...main) * (positive ? 4 : 1.5) : 1;
     const low = main.length && positive ? Math.min(...main) / 4 : -Infinity;
+    const caps = raw.map((values) => capOf(chart, values));
+    const above = steps.filter((_, at) => raw.some((values, i) => usable(values[at]) && values[at] > caps[i].end)).length;
+    if (chart.cap) chart.beyond.textContent = above ? `▲ far above: ${above}` : "";
     return raw.map((values, i) => values.map((v) => {
       if (v === null || Number.isNaN(v)) return null;
-      if (!chart.series[i].edge) return usable(v) ? v : null;
+      if (!chart.series[i].edge) return !usable(v) ? null : v > caps[i].end ? caps[i].top : v;
       return Math.max(low, positive || !Number.isFinite(v) ? Math.min(top, v) : v);
     }));
   };
@@ -221,7 +237,9 @@
       figure.id = chart.id;
       const caption = document.createElement("figcaption"), title = document.createElement("strong");
       title.textContent = chart.title;
-      caption.append(title);
+      chart.beyond = document.createElement("small");
+      chart.beyond.title = "records that are drawn at the upper end, as they are far above all others";
+      caption.append(title, chart.beyond);
       if (!chart.whole) {
         const button = document.createElement("button");
         const label = () => { button.textContent = isLog(chart) ? "log axis" : "linear axis"; };
@@ -229,6 +247,8 @@
         button.onclick = () => { state.log[chart.id] = !isLog(chart); save(); label(); drawAll(); };
         label();
         caption.append(button);
+      } else {
+        chart.beyond.textContent = "linear axis";
       }
       chart.holder = document.createElement("div");
       chart.holder.className = "plot";

@@ -210,7 +210,7 @@ def _bags(call: Call, out: Tensor, which: int) -> Destination:
         return guess(call.carriers, out)
     if place == Layout(len(ids)) and len(ids) != len(out):
         return Layout(len(out))
-    call.form = None  # values of the offsets decide the owners of bags: no plan is valid
+    call.key = None  # values of the offsets decide the owners of bags: no plan is valid
     ends = torch.cat([offsets[1:].cpu(), torch.tensor([len(ids)], device="cpu")])
     bag = torch.arange(len(offsets), device="cpu").repeat_interleave(ends - offsets.cpu())[
         : len(ids)

@@ -157,7 +157,7 @@ def follow_numbers(
 
 def _chooser(call: Call, index: Tensor, at: Place, out: Tensor) -> Tensor | None:
     """Return, for each element of the output, the sample whose element of the index chose it; None
-    where the form of the call is not known.
+    where varreg does not know how the call chooses.
 
     The index gets sample numbers in place of its values. The data is replaced by a range of numbers
     along the indexed dimension, so that the index returns the sample numbers themselves.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from varreg.devices import widest
 from varreg.engine.rehearsal import rehearsal
 from varreg.engine.trace.layout import Layout, Place, Where
-from varreg.engine.trace.trial.rerun import Forward, unwrap
+from varreg.engine.trace.trial.rerun import Rerun, unwrap
 from varreg.engine.trace.trial.trial_values import FAILURES, is_close, shuffle, shuffle_all
 
 
@@ -37,7 +37,7 @@ def depends_on_number(
     if not rows or not all(isinstance(at, Layout) for at in places):
         return False
     with rehearsal(model) as rehearsed, torch.enable_grad():
-        forward = Forward(rehearsed, unwrap(module), args, kwargs, [t for t, _ in inputs])
+        forward = Rerun(rehearsed, unwrap(module), args, kwargs, [t for t, _ in inputs])
         run = forward.outputs([i for i, _ in rows])
         run_otherwise = forward.outputs([i for i, _ in rows], seed=1)
         given = [t.detach() for t, _ in inputs]

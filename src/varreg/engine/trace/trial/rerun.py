@@ -53,7 +53,7 @@ def try_forward(
     rows = [(i, where) for i, where in outputs if isinstance(where, Place)]
     sums = [i for i, where in outputs if isinstance(where, Summed)]
     with rehearsal(model) as rehearsed, torch.enable_grad():
-        forward = Forward(rehearsed, module, args, kwargs, [t for t, _ in inputs])
+        forward = Rerun(rehearsed, module, args, kwargs, [t for t, _ in inputs])
         try:
             given = _distinct(forward, [t.detach() for t, _ in inputs], places)
         except FAILURES as error:
@@ -79,7 +79,7 @@ def unwrap(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
 
 
-class Forward:
+class Rerun:
     """The forward of a module, run again with other inputs, each time from the same state."""
 
     def __init__(
@@ -120,7 +120,7 @@ class Forward:
 
 
 def _try_rows(
-    forward: Forward,
+    forward: Rerun,
     given: list[Tensor],
     places: Sequence[Place],
     rows: Sequence[tuple[int, Place]],
@@ -158,7 +158,7 @@ def _are_sums(run: Run, given: list[Tensor], places: Sequence[Place], copies: bo
     return not copies or is_mean_of_copies(run, given, places)
 
 
-def _distinct(forward: Forward, given: list[Tensor], places: Sequence[Place]) -> list[Tensor]:
+def _distinct(forward: Rerun, given: list[Tensor], places: Sequence[Place]) -> list[Tensor]:
     """Return input values in which samples differ, if the forward accepts such values.
 
     If all samples are equal, an exchange shows nothing.

@@ -81,7 +81,7 @@ class Verdicts:
         """Return whether each sample of a call affects only its own place in a result."""
         if goes_by_values(call) or has_rows_for_samples(call):
             return self.of_values(call, there, which)
-        kind = ("apart", _kind_of(call, which), _form_of(there))
+        kind = ("apart", _kind_of(call, which), _key_of_place(there))
         verdict: Verdict = self._remember(
             call, kind, lambda other: try_call(other, there, which), Verdict.APART
         )
@@ -141,7 +141,7 @@ class Verdicts:
                     self._verdicts.clear()
                 self._verdicts[(kind, sizes)] = verdict
         if verdict is _BY_VALUES:
-            call.form = None  # values of a constant decide: no plan is valid
+            call.key = None  # values of a constant decide: no plan is valid
         elif found == good:
             passed.add(sizes)
         return found
@@ -169,7 +169,7 @@ def _sizes_of(call: Call) -> tuple[Any, ...]:
 
 def _kind_of(call: Call, which: int) -> tuple[Any, ...]:
     """Return the key of a kind of call: everything that matters except sizes."""
-    roles = {id(x): _form_of(at) for x, at in call.carriers}
+    roles = {id(x): _key_of_place(at) for x, at in call.carriers}
     kinds = [_describe(a, roles) for a in call.args]
     kinds += [(k, _describe(v, roles)) for k, v in call.kwargs.items()]
     return call.function, which, tuple(kinds)
@@ -188,7 +188,7 @@ def _describe(a: Any, roles: dict[int, Any]) -> Any:
     return type(a)
 
 
-def _form_of(at: Place) -> tuple[Any, ...]:
+def _key_of_place(at: Place) -> tuple[Any, ...]:
     """Return the part of the key for one place."""
     if isinstance(at, Layout):
         return at.dim, at.outer > 1, at.inner > 1

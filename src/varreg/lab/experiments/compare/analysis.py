@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from varreg.lab import optimizers
 from varreg.lab.experiments.compare import learning_rates
 from varreg.lab.experiments.compare.contrast import METRICS, PRIMARY, contrast
+from varreg.lab.experiments.compare.estimates import fewest_pairs
 from varreg.lab.experiments.compare.trials import Arm, score, target
 from varreg.lab.experiments.compare.verdict import sentences
 from varreg.lab.report.format import PARTIAL
@@ -157,7 +158,7 @@ def warnings_of(
         for a in arms
         if sum(a["broke"]) > sum(a["lost"])
     ]
-    enough = 1 + math.ceil(-math.log2(0.05 / (len(comparison.optimizers) - 1)))
+    enough = fewest_pairs(1 - 0.05 / (len(comparison.optimizers) - 1))
     if comparison.seeds < enough:
         out.append(
             f"{comparison.seeds} seeds are few for {len(comparison.optimizers)} optimizers: "

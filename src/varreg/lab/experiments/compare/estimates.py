@@ -76,19 +76,43 @@ def median_ratio(a: list[float], b: list[float], level: float = 0.95) -> Estimat
     >>> median_ratio([10.0, math.inf, 30.0], [20.0, math.inf, 60.0]).value
     0.5
     """
-    from scipy import stats  # here, since it takes a second
-
     if not a:
         return NOTHING
     ratios = [
         1.0 if x == y else x / y if math.isfinite(y) else 0.0 for x, y in zip(a, b, strict=True)
     ]
-    bounds = stats.quantile_test(ratios, q=1.0, p=0.5).confidence_interval(level)
-    # Too few pairs have no bound.
-    low, high = (
-        float(x) if x == x else none for x, none in zip(bounds, (0.0, math.inf), strict=True)
-    )
-    return Estimate(float(np.median(ratios)), low, high)
+    return _median(ratios, level, none=(0.0, math.inf))
+
+
+def median_difference(a: list[float], b: list[float], level: float = 0.95) -> Estimate:
+    """Return the median of a − b over pairs, with the exact interval of the sign test. A few pairs
+    that are far away do not move it. It is unbounded for fewer than `fewest_pairs`.
+
+    >>> median_difference([1.0, 2.0, 3.0, 4.0, 5.0, 900.0], [0.5, 1.5, 2.5, 3.5, 4.5, 5.5])
+    Estimate(value=0.5, low=0.5, high=894.5)
+    """
+    d = np.subtract(a, b)
+    if not len(d) or np.isnan(d).any():
+        return NOTHING
+    return _median(d.tolist(), level, none=(-math.inf, math.inf))
+
+
+def _median(values: list[float], level: float, none: tuple[float, float]) -> Estimate:
+    """Return the median with its exact interval; `none` are the bounds where there are too few."""
+    from scipy import stats  # here, since it takes a second
+
+    bounds = stats.quantile_test(values, q=0.0, p=0.5).confidence_interval(level)
+    low, high = (float(x) if x == x else end for x, end in zip(bounds, none, strict=True))
+    return Estimate(float(np.median(values)), low, high)
+
+
+def fewest_pairs(level: float) -> int:
+    """Return the smallest number of pairs of which the median has an interval.
+
+    >>> fewest_pairs(0.95), fewest_pairs(0.975)
+    (6, 7)
+    """
+    return 1 + math.ceil(-math.log2(1 - level))
 
 
 def sign_test(more: int, less: int) -> float:

@@ -13,9 +13,13 @@ from varreg.lab.report.style import (
     COLORS,
     STYLE,
     TITLES,
+    at_top,
     legend,
+    look,
     new_figure,
+    said_of,
     scale,
+    within,
     wrapped,
 )
 
@@ -38,34 +42,23 @@ def sensitivity(trials: list[dict[str, Any]]) -> Figure:
         finite = [row["valid_loss"] for row in trials if math.isfinite(row["valid_loss"])]
         optimizers = list(dict.fromkeys(row["optimizer"] for row in trials))
         end = scale(axes, finite)
-        for name, rows in lines.items():
+        beyond = {"×": 0, "▲": 0}
+        for i, (name, rows) in enumerate(lines.items()):
             color = COLORS[optimizers.index(rows[0]["optimizer"]) % len(COLORS)]
-            style = ("-", "--", ":", "-.")[
-                [n for n in lines if lines[n][0]["optimizer"] == rows[0]["optimizer"]].index(name)
-                % 4
-            ]
             good = [row for row in rows if math.isfinite(row["valid_loss"])]
             axes.plot(
                 [r["lr"] for r in good],
                 [r["valid_loss"] for r in good],
-                style,
                 marker="o",
                 ms=4,
-                color=color,
                 label=name,
+                **{**look(i), "color": color},
             )
             for row in rows:
-                if not (math.isfinite(row["valid_loss"]) and row["valid_loss"] <= end) and finite:
-                    axes.plot(
-                        row["lr"],
-                        0.98,
-                        "^" if math.isfinite(row["valid_loss"]) else "x",
-                        color=color,
-                        ms=7,
-                        mew=2,
-                        transform=axes.get_xaxis_transform(),
-                        clip_on=False,
-                    )
+                mark = "▲" if math.isfinite(row["valid_loss"]) else "×"
+                if mark == "×" or row["valid_loss"] > end:
+                    beyond[mark] += 1
+                    at_top(axes, row["lr"], mark, color)
                 elif row["best"]:
                     axes.plot(
                         row["lr"],
@@ -79,35 +72,52 @@ def sensitivity(trials: list[dict[str, Any]]) -> Figure:
                     )
         axes.set_xscale("log")
         axes.set_title("validation loss at the end, over the learning rate")
-        axes.set_xlabel(
-            "learning rate: ★ chosen, × diverged" + ", ▲ far above" * math.isfinite(end)
-        )
+        diverged = f": {beyond['×']}" if beyond["×"] else ""
+        above = said_of({"▲": beyond["▲"]})
+        axes.set_xlabel(f"learning rate: ★ chosen, × diverged{diverged}{above}")
         legend(figure, axes)
         return figure
 
 
 def differences(contrasts: list[dict[str, Any]], metric: str = "test_loss") -> Figure:
-    """Draw paired differences and their intervals: left of zero, the first is better."""
+    """Draw paired differences and their intervals: left of zero, the first is better. A triangle at
+    an end of the axis is a difference that is far beyond all others.
+    """
     with mpl.rc_context(STYLE):
         rows = [
             c
-            for c in contrasts
+            for c in reversed(contrasts)
             if metric in c["differences"] and math.isfinite(c["differences"][metric]["value"])
         ]
         figure, (axes,) = new_figure(1, 1.0 + 0.5 * max(1, len(rows)), 8.4)
-        for i, c in enumerate(reversed(rows)):
+        reaches = [_reach(c["differences"][metric]) for c in rows]
+        end = within([max(map(abs, reach)) for reach in reaches])
+        beyond = 0
+        for i, (c, reach) in enumerate(zip(rows, reaches, strict=True)):
             d = c["differences"][metric]
             sure = d["high"] < 0 or d["low"] > 0
             color = COLORS[3] if d["high"] < 0 else COLORS[2] if d["low"] > 0 else "#8a93a3"
-            if not math.isnan(d["low"]):
-                axes.plot(
-                    [d["low"], d["high"]], [i, i], color=color, linewidth=3, solid_capstyle="round"
-                )
-            axes.plot(d["value"], i, "o", color=color, ms=7, mfc=color if sure else "white", mew=2)
+            point: dict[str, Any] = {
+                "color": color,
+                "ms": 7,
+                "mfc": color if sure else "white",
+                "mew": 2,
+            }
+            beyond += max(map(abs, reach)) > end
+            if math.isfinite(d["high"] - d["low"]):
+                axes.plot(reach[:2], [i, i], color=color, linewidth=3, solid_capstyle="round")
+            if abs(d["value"]) <= end:
+                axes.plot(d["value"], i, "o", **point)
+            else:
+                side = d["value"] > 0
+                axes.plot(side, i, "<>"[side], transform=axes.get_yaxis_transform(), clip_on=False,
+                          **point)  # fmt: skip
         axes.axvline(0, color="#2e3440", linewidth=1)
-        labels = [
-            f"{c['arm']} − {c['against'].replace(c['arm'] + ', ', 'with ')}" for c in reversed(rows)
-        ]
+        if math.isfinite(end):
+            shown = [0.0, *(v for reach in reaches for v in reach if abs(v) <= end)]
+            room = 0.05 * (max(shown) - min(shown))
+            axes.set_xlim(min(shown) - room, max(shown) + room)
+        labels = [f"{c['arm']} − {c['against'].replace(c['arm'] + ', ', 'with ')}" for c in rows]
         axes.set_yticks(range(len(rows)), [wrapped(label) for label in labels], fontsize=9)
         axes.xaxis.set_major_locator(MaxNLocator(6))
         axes.set_ylim(-0.6, max(1, len(rows)) - 0.4)
@@ -115,4 +125,17 @@ def differences(contrasts: list[dict[str, Any]], metric: str = "test_loss") -> F
         axes.set_title(
             f"difference in {TITLES[metric]}" if len(rows) else "no difference can be computed"
         )
+        missing = len(contrasts) - len(rows)
+        axes.set_xlabel(
+            ", ".join(
+                [f"far beyond this axis: {beyond}"] * (beyond > 0)
+                + [f"without a difference, as runs diverged: {missing}"] * (missing > 0)
+            )
+        )
         return figure
+
+
+def _reach(d: dict[str, float]) -> list[float]:
+    """Return the ends of an interval as far as there are, and the value."""
+    ends = [d["low"], d["high"]] if math.isfinite(d["high"] - d["low"]) else []
+    return [*ends, d["value"]]

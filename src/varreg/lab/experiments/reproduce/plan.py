@@ -29,7 +29,7 @@ class Reproduction(TrainingExperiment):
     name: str
     epochs: int = 0
     """0: `EPOCHS`."""
-    seeds: int = 3
+    seeds: int = analysis.SEEDS
 
     kind = "reproduce"
 
@@ -94,6 +94,10 @@ class Reproduction(TrainingExperiment):
         return [configs[seed] for seed in range(self.seeds) for configs in arms]
 
     # ---- the report
+
+    def terminal_table(self, findings: Findings) -> str:
+        """Return the table of arms for the terminal."""
+        return page.terminal_table(findings)
 
     def analyze(self, results: Results) -> Findings:
         """Return the findings from the results."""

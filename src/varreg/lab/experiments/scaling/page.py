@@ -12,7 +12,15 @@ from matplotlib.figure import Figure
 from varreg.lab.experiments.scaling.analysis import words
 from varreg.lab.report.document import Findings, Page
 from varreg.lab.report.format import number
-from varreg.lab.report.style import COLORS, STYLE
+from varreg.lab.report.style import (
+    STYLE,
+    at_top,
+    legend,
+    look,
+    new_figure,
+    said_of,
+    scale,
+)
 from varreg.lab.runs.config import Results
 from varreg.tables import table
 
@@ -42,7 +50,7 @@ def page_of(experiment: Scaling, results: Results, findings: Findings, about: st
         text = "Steps and samples are relative to the base's. Intervals are 95 %, of paired runs."
         page.section("The numbers", text)
         page.table(head_of(findings), [("", row) for row in rows_of(findings)])
-        page.figure("losses", losses(findings), "Medians over seeds. Broken runs are left out.")
+        page.figure("losses", losses(findings), "Medians over seeds.")
     return page
 
 
@@ -99,23 +107,30 @@ def _times(x: float) -> str:
 
 
 def losses(findings: Findings) -> Figure:
-    """Draw the test loss of each arm over its batch."""
+    """Draw the test loss of each arm over its batch: medians over seeds. At the top, a cross is an
+    arm whose median run broke, and a triangle one that ended far above the others.
+    """
     with mpl.rc_context(STYLE):
-        made = Figure(figsize=(6.4, 3.6), layout="constrained")
-        axes = made.subplots()
-        base = next(arm for arm in findings["arms"] if arm["scale"] == 1)
-        axes.axhline(statistics.median(base["test_loss"]), color="#888888", lw=1, label="base")
-        names = dict.fromkeys(arm["name"] for arm in findings["arms"] if arm["scale"] > 1)
-        for i, name in enumerate(names):
-            points = [
-                (arm["batch"], statistics.median(arm["test_loss"]))
-                for arm in findings["arms"]
-                if arm["name"] == name and math.isfinite(statistics.median(arm["test_loss"]))
-            ]
-            style = ("-", "--", ":")[i // len(COLORS)]
-            if points:
-                axes.plot(*zip(*points, strict=True), style, marker="o", ms=4,
-                          color=COLORS[i % len(COLORS)], label=name)  # fmt: skip
-        axes.set(xscale="log", yscale="log", xlabel="batch", ylabel="test loss (both axes: log)")
-        axes.legend(fontsize=7)
+        made, (axes,) = new_figure(1, 4.0, 6.4)
+        arms = [(arm, statistics.median(arm["test_loss"])) for arm in findings["arms"]]
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        end = scale(axes, [loss for _, loss in arms])
+        base = next((loss for arm, loss in arms if arm["scale"] == 1), math.inf)
+        if math.isfinite(base):
+            axes.axhline(base, color="#888888", lw=1, label="base")
+        beyond = {"×": 0, "▲": 0}
+        for i, name in enumerate(dict.fromkeys(a["name"] for a, _ in arms if a["scale"] > 1)):
+            points = [(arm["batch"], loss) for arm, loss in arms if arm["name"] == name]
+            kept = [(batch, loss) for batch, loss in points if math.isfinite(loss)]
+            axes.plot(*zip(*kept or [(math.nan,) * 2], strict=True), marker="o", ms=4, label=name,
+                      **look(i + 1))  # fmt: skip
+            for batch, loss in points:
+                if not loss <= end or math.isinf(loss):
+                    mark = "▲" if math.isfinite(loss) else "×"
+                    beyond[mark] += 1
+                    at_top(axes, batch, mark, look(i + 1)["color"])
+        axes.set_title("test loss")
+        axes.set_xlabel(f"batch{said_of(beyond)}")
+        legend(made, axes)
         return made

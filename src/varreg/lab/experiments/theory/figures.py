@@ -14,6 +14,7 @@ from varreg.lab.report.style import (
     COLORS,
     STYLE,
     legend,
+    look,
     new_figure,
 )
 
@@ -22,10 +23,8 @@ def start_terms(points: dict[str, list[float]]) -> Figure:
     """Draw the term of the start in each version of Lemma 1, over T."""
     with mpl.rc_context(STYLE):
         figure, (axes,) = new_figure(1, 3.6, 7.0)
-        for color, (name, values) in zip(
-            COLORS, ((k, v) for k, v in points.items() if k != "T"), strict=False
-        ):
-            axes.loglog(points["T"], values, marker="o", ms=4, color=color, label=name)
+        for i, name in enumerate(k for k in points if k != "T"):
+            axes.loglog(points["T"], points[name], marker="o", ms=4, label=name, **look(i))
         axes.set_title("what the start costs")
         axes.set_xlabel("T")
         legend(figure, axes)
@@ -37,15 +36,15 @@ def rates(points: dict[str, list[float]]) -> Figure:
     with mpl.rc_context(STYLE):
         figure, (axes,) = new_figure(1, 3.6, 7.0)
         t = np.arange(1, len(next(iter(points.values()))) + 1)
-        for color, (name, values) in zip(COLORS, points.items(), strict=False):
-            axes.loglog(t[1:], values[1:], color=color, label=name)
+        for i, (name, values) in enumerate(points.items()):
+            axes.loglog(t[1:], values[1:], label=name, **look(i))
             for power in (1, 2, 3):
                 if abs(math.log(values[-1] / values[49]) / math.log(t[-1] / 50) + power) < 0.3:
                     axes.loglog(
                         t[9:],
                         values[-1] * (t[9:] / t[-1]) ** -power,
                         ":",
-                        color=color,
+                        color=look(i)["color"],
                         lw=1,
                         label=f"t^−{power}",
                     )
@@ -59,10 +58,14 @@ def trade_off(points: dict[str, Any]) -> Figure:
     """Draw both terms and their sum, for several α."""
     with mpl.rc_context(STYLE):
         figure, (axes,) = new_figure(1, 3.8, 7.0)
-        for color, (alpha, (times, start, noise)) in zip(COLORS, points.items(), strict=False):
+        for i, (alpha, (times, start, noise)) in enumerate(points.items()):
+            color = COLORS[i % len(COLORS)]
             axes.loglog(times, start, "--", color=color, lw=1)
             axes.loglog(times, noise, ":", color=color, lw=1.4)
-            axes.loglog(times, np.add(start, noise), color=color, label=f"α = {alpha}")
+            # Dashes say which term it is, so markers tell the sums apart.
+            every = (i * len(times) // 40, max(1, len(times) // 10))
+            axes.loglog(times, np.add(start, noise), color=color, label=f"α = {alpha}",
+                        marker="os^Dvx*+"[i % 8], ms=5, markevery=every)  # fmt: skip
         axes.set_title("E[S_T]")
         axes.set_xlabel("T")
         legend(figure, axes)
@@ -73,20 +76,18 @@ def forms(points: dict[str, list[float]], errors: list[list[float]]) -> Figure:
     """Draw λ of the three forms, and how far Theorem 3 is from its constraint."""
     with mpl.rc_context(STYLE):
         figure, (left, right) = new_figure(2, 3.6)
-        for color, (name, values) in zip(
-            COLORS, ((k, v) for k, v in points.items() if k != "r"), strict=False
-        ):
-            left.semilogx(points["r"], values, color=color, label=name)
+        for i, name in enumerate(k for k in points if k != "r"):
+            left.semilogx(points["r"], points[name], label=name, **look(i))
         left.set_ylim(-1.6, 4)
         left.axhline(0, color="#2e3440", linewidth=0.8)
         left.set_title("λ")
         left.set_xlabel("σ²/σ̄²")
         left.legend()
         spread, mean, excess = zip(*errors, strict=True)
-        right.loglog(spread, mean, marker="o", ms=4, color=COLORS[0], label="mean λ − 1")
-        right.loglog(
-            spread, excess, marker="o", ms=4, color=COLORS[1], label="Q over the optimum's − 1"
-        )
+        for i, (name, values) in enumerate(
+            {"mean λ − 1": mean, "Q over the optimum's − 1": excess}.items()
+        ):
+            right.loglog(spread, values, marker="o", ms=4, label=name, **look(i))
         right.set_ylim(bottom=1e-9)
         right.legend()
         right.set_title("Theorem 3's error")
@@ -145,7 +146,7 @@ def series(points: dict[str, list[float]]) -> Figure:
             y = np.sqrt(values)
             trend = np.exp([np.log(y[max(0, i - 25) : i + 26]).mean() for i in range(len(y))])
             axes.semilogy(y, color=COLORS[6], lw=0.6, label="√Σv²")
-            axes.semilogy(trend, color=COLORS[1], label="trend over 51 records")
+            axes.semilogy(trend, "--", color=COLORS[1], label="trend over 51 records")
             axes.set_title(name)
             axes.set_xlabel("records")
         legend(figure, panels[0])

@@ -1,5 +1,5 @@
-"""What happens between backward() and step(), or in place of one, against the reference of the full
-batch in float64.
+"""Parameters at a step, and what was measured of them: accumulation, scalers, frozen and
+unobserved parameters, changed gradients, gradients of zero.
 """
 
 from __future__ import annotations
@@ -14,14 +14,9 @@ from torch import nn
 import varreg
 from tests.support import model_table as models
 from tests.support.optimizer_table import RULES
+from tests.support.trained_state import BATCH, make, same, statistics
 from tests.support.truth import losses, one_at_a_time, sample_weights
 from tests.support.update_rules import Reference
-
-BATCH = 6
-
-
-def make() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
 def pair(name: str, **options):
@@ -44,19 +39,6 @@ def compare(model, reference, rtol=1e-9):
         torch.testing.assert_close(
             p.detach(), q.detach(), rtol=rtol, atol=rtol, msg=lambda m, n=n: f"{n}: {m}"
         )
-
-
-def statistics(optimizer):
-    return {
-        (id(p), k): v.clone()
-        for p, s in optimizer.state.items()
-        for k, v in s.items()
-        if k.startswith("vr_")
-    }
-
-
-def same(a, b) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 @pytest.mark.parametrize("split", [(3, 3), (1, 5), (4, 1, 1)])
@@ -242,9 +224,13 @@ def test_one_group_has_no_variance_and_says_so():
 
 
 OPTIMIZERS = {name: rule.regularized for name, rule in RULES.items()}
+
+
 OPTIMIZERS["wrapped"] = lambda p, **o: varreg.VarianceRegularized(
     torch.optim.RAdam(p, lr=o.pop("lr")), **o
 )
+
+
 SCALED = {
     "scaled and unscaled": lambda model, c: [p.grad.div_(c) for p in model.parameters()],
     "clipped by norm": lambda model, c: nn.utils.clip_grad_norm_(model.parameters(), 0.01),
@@ -592,82 +578,6 @@ def test_a_parameter_replaced_by_one_of_another_shape():
         ValueError, match=r"parameter 'w' has shape \(3,\), but moments of shape \(4,\)"
     ):
         optimizer.step()
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_distributed_checkpointing_makes_state_by_a_step_of_zeros(name):
-    """A fresh optimizer's step() with zero gradients and lr 0: no error, no warning, no history.
-    Then a real round trip.
-    """
-    from torch.distributed.checkpoint.state_dict import (
-        get_optimizer_state_dict,
-        set_optimizer_state_dict,
-    )
-
-    rule, model = RULES[name], make()
-    varreg.observe(model)
-    optimizer = rule.regularized(model.parameters(), **rule.settings["plain"])
-    get_optimizer_state_dict(model, optimizer)
-    assert not any(v.any() for v in statistics(optimizer).values())
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.randn(BATCH, 4)).square().mean().backward()
-        optimizer.step()
-    saved = get_optimizer_state_dict(model, optimizer)
-    fresh = rule.regularized(model.parameters(), **rule.settings["plain"])
-    set_optimizer_state_dict(model, fresh, saved)
-    assert same(statistics(optimizer), statistics(fresh))
-
-
-@pytest.mark.filterwarnings("ignore")  # torch.distributed's own
-@pytest.mark.parametrize("name", ["SGD", "Adam"])
-def test_a_distributed_checkpoint_in_a_folder(name, tmp_path):
-    """Saved, and loaded into the state that a fresh optimizer makes for it: nothing is lost, and
-    training goes on to the bit.
-    """
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-    rule, runs = RULES[name], []
-    for resume in (False, True):
-        torch.manual_seed(0)
-        model = make()
-        varreg.observe(model)
-        optimizer = rule.regularized(
-            model.parameters(),
-            lr=0.01,
-            **({"momentum": 0.9, "dampening": 0.5} if name == "SGD" else {}),
-        )
-        for step in range(8):
-            if step == 4 and resume:
-                rng = torch.get_rng_state()
-                parts = get_state_dict(model, optimizer)
-                dcp.save({"model": parts[0], "optimizer": parts[1]}, checkpoint_id=tmp_path)
-                model = make()
-                varreg.observe(model)
-                optimizer = rule.regularized(
-                    model.parameters(),
-                    lr=0.01,
-                    **({"momentum": 0.9, "dampening": 0.5} if name == "SGD" else {}),
-                )
-                loaded = dict(
-                    zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)
-                )
-                dcp.load(loaded, checkpoint_id=tmp_path)
-                set_state_dict(
-                    model,
-                    optimizer,
-                    model_state_dict=loaded["model"],
-                    optim_state_dict=loaded["optimizer"],
-                )
-                torch.set_rng_state(rng)
-            optimizer.zero_grad()
-            model(torch.randn(BATCH, 4)).square().mean().backward()
-            optimizer.step()
-        runs.append(model)
-    assert all(
-        torch.equal(p, q) for p, q in zip(runs[0].parameters(), runs[1].parameters(), strict=True)
-    )
 
 
 def test_a_full_float64_run_with_groups_of_samples():

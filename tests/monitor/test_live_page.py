@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import types
@@ -15,7 +16,7 @@ from tests.support import browser as browsers
 from varreg.monitor import read
 from varreg.monitor.journal import Journal
 from varreg.monitor.journal import read as read_log
-from varreg.monitor.page import html
+from varreg.monitor.live_page import html
 
 needs_browser = pytest.mark.skipif(browsers.PROGRAM is None, reason="needs Chromium")
 
@@ -65,6 +66,10 @@ def browser(shared_browser):
 
 def shown(value: float) -> str:
     """A number as a figure has it: five digits."""
+    if math.isinf(value):
+        return "∞"
+    if abs(value) >= 1e6:
+        return f"{value:.3e}"
     text = f"{float(f'{value:.5g}'):.10f}".rstrip("0").rstrip(".")
     return text if abs(value) >= 1e-3 else f"{value:.3e}"
 
@@ -84,7 +89,11 @@ def test_hover_values_are_those_of_the_file(page, browser):
         "noise": {"noise scale": "noise_scale", "at least": "noise_scale_low", "batch": "batch"},
         "lambda": {"effective": "lambda_effective", "median": "lambda_q50", "10 %": "lambda_q10"},
         "grad": {"|ḡ|": "grad_norm", "its standard error": "grad_error"},
+        "layer-scale": {"0": "layer_noise_scale#0", "2": "layer_noise_scale#1"},
+        "layer-snr": {"0": "layer_snr#0", "2": "layer_snr#1"},
     }
+    names["noise"]["at most"] = "noise_scale_high"  # edges of bands are drawn nearer than they are
+    names["lambda"]["90 %"] = "lambda_q90"
     for chart, columns in names.items():
         browser.run(f"document.getElementById('{chart}').scrollIntoView({{block: 'center'}})")
         box = browser.run(
@@ -98,7 +107,9 @@ def test_hover_values_are_those_of_the_file(page, browser):
             record = records[int(found.pop("step")) - 1]
             seen.add(record["step"])
             for label, column in columns.items():
-                assert found[label] == shown(record[column]), (chart, label)
+                name, _, layer = column.partition("#")
+                value = record[name][int(layer)] if layer else record[name]
+                assert found[label] == shown(value), (chart, label)
         assert len(seen) == 3
     assert browser.messages == []
     assert browser.requests == []
@@ -224,6 +235,40 @@ def test_what_is_not_finite(tmp_path, browser):
     journal.close()
 
 
+@needs_browser
+def test_a_loss_that_is_far_above_all_others_does_not_flatten_them(tmp_path, browser):
+    journal = Journal(tmp_path / "monitor.jsonl")
+    journal.append({"session": {"format": 1, "id": "a", "after": 0, "title": "x"}})
+    losses = [2.3, 1.5, 1.0, 1e23, 0.8]
+    for step, loss in enumerate(losses, 1):
+        journal.append({"step": step, "loss": loss, "noise_layers": [], "signal_layers": []})
+    target = tmp_path / "page.html"
+    target.write_text(html(journal.log, {"written": 0.0}))
+    journal.close()
+    browser.open(target)
+    assert browser.run("document.querySelector('#loss small').textContent") == "▲ far above: 1"
+    for _ in range(2):  # on a linear axis, and on a logarithmic one
+        box = browser.run(
+            "(({left, top, width, height}) => [left, top, width, height])"
+            "(document.querySelector('#loss .u-over').getBoundingClientRect())"
+        )
+        heights = []
+        for i, loss in enumerate(losses):
+            browser.point(box[0] + (0.02 + 0.24 * i) * box[2], box[1] + box[3] / 2)
+            assert dict(browser.run(HOVER % "loss"))["loss"] == shown(loss)
+            heights.append(
+                browser.run(
+                    "document.querySelectorAll('#loss .u-cursor-pt')[0].getBoundingClientRect().y"
+                )
+            )
+        assert all(box[1] - 10 < y < box[1] + box[3] for y in heights)
+        assert heights[4] - heights[0] > 0.3 * box[3]  # 2.3 and 0.8 are apart
+        assert heights[3] < heights[0]
+        browser.run("document.querySelector('#loss button').click()")
+    browser.run("sessionStorage.clear()")
+    assert browser.messages == []
+
+
 def test_the_page_needs_no_network(page):
     text = page.read_text()
     assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"', text)
@@ -236,7 +281,7 @@ def test_the_page_needs_no_network(page):
 def test_the_library_is_the_one_that_is_recorded():
     import hashlib
 
-    from varreg.monitor.page import ASSETS
+    from varreg.monitor.live_page import ASSETS
 
     folder = ASSETS / "uplot"
     notice = (folder / "README.md").read_text()

@@ -8,7 +8,7 @@ import pytest
 
 import varreg
 from varreg.noise import Reading
-from varreg.noise.plan import make_plan
+from varreg.noise.batch_plan import make_plan
 
 
 def test_the_formulas():

@@ -14,6 +14,8 @@ from torch import nn
 
 import varreg
 from tests.support import model_table as models
+from tests.support.measured import assert_moments
+from tests.support.small_net import linear
 from tests.support.truth import losses, one_at_a_time, sample_weights
 
 CASES = {case.name: case for case in models.CASES}
@@ -326,3 +328,16 @@ def test_inductor():
 
     both("linear", compiled, rtol=1e-5)
     assert graphs() > 0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_compiled_after_observe_gives_the_same_numbers():
+    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), linear(27, 4)).double()
+    x, w = torch.randn(6, 1, 5, 5), sample_weights(6)
+    g = one_at_a_time(copy.deepcopy(model), (x,), w)
+    varreg.observe(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        model.zero_grad()
+        losses(compiled(x), w).mean().backward()
+        assert_moments(model, g)

@@ -33,10 +33,11 @@ class PlanRow(NamedTuple):
     """
 
     batch: int
+    """The batch size B."""
     steps: float
-    """(1 + B_n/B)/(1 + B_n/B₀)"""
+    """The factor of the number of steps: (1 + B_n/B)/(1 + B_n/B₀)."""
     samples: float
-    """(1 + B/B_n)/(1 + B₀/B_n)"""
+    """The factor of the number of samples: (1 + B/B_n)/(1 + B₀/B_n)."""
     lr: float
     """The factor of the learning rate for SGD, with or without momentum: 1/steps."""
     lr_sqrt: float

@@ -1,5 +1,5 @@
-"""Sharded tensors (DTensor): this rank's shard, and sums over all shards. `fsdp.py` cuts and
-reduces the moments.
+"""Sharded tensors (DTensor): this rank's shard, and sums over all shards. `parallel/fsdp.py` cuts
+and reduces the moments.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from tests.support.model_table import BATCH, CASES, Fn, weight
 from tests.support.truth import losses, one_at_a_time, sample_weights
 from varreg.engine.marks import DERIVED, begin_forward, mark
 from varreg.engine.trace.layout import Layout
-from varreg.engine.trace.plans import Plan, form_of
+from varreg.engine.trace.plans import Plan, key_of
 
 
 def step(model, *inputs):
@@ -305,7 +305,7 @@ def test_a_way_of_splitting_batches_that_changes():
 
 
 def form(func, *args, **kwargs):
-    return form_of(func, args, kwargs, lambda t: isinstance(t, nn.Parameter))[0]
+    return key_of(func, args, kwargs, lambda t: isinstance(t, nn.Parameter))[0]
 
 
 def carrying(*shape, dim=0) -> Tensor:

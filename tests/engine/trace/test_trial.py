@@ -4,12 +4,19 @@ whatever values they have.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
+import varreg
+from tests.support.model_table import BATCH, Fn
+from tests.support.small_net import linear
 from varreg.engine.trace.call import Call
-from varreg.engine.trace.layout import Layout
-from varreg.engine.trace.trial.trial_values import Verdict
+from varreg.engine.trace.layout import Layout, Owners, Ragged
+from varreg.engine.trace.trial.trial_values import Verdict, samples_in
 from varreg.engine.trace.trial.try_call import try_call, try_sum
 
 
@@ -87,3 +94,70 @@ def test_what_changes_its_sign_with_the_order_is_no_sum(function):
     """Values of the other sample do not show it: L(a, b) + L(b, a) = L(a, a) + L(b, b) = 0."""
     x = torch.randn(2, 3)
     assert not try_sum(Call(function, (x,), {}, carriers=[(x, Layout(2))]), 0)
+
+
+def test_a_mask_as_long_as_the_batch_may_change():
+    def attend(s, x):
+        return F.scaled_dot_product_attention(s.l(x)[None], x[None], x[None], attn_mask=s.mask)[0]
+
+    model = Fn(attend, l=linear(4, 4))
+    varreg.observe(model)
+    model.mask = torch.eye(BATCH).bool()
+    for _ in range(3):
+        model(torch.randn(BATCH, 4)).sum().backward()
+    model.mask = torch.ones(BATCH, BATCH).bool()
+    with pytest.raises(varreg.VarregError, match="mixes samples"):
+        model(torch.randn(BATCH, 4))
+
+
+def test_a_trial_leaves_gradients_alone():
+    """A backward of the user's that writes to `p.grad` runs in a trial, too: without a trace."""
+
+    class Writes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.w = w
+            return x * 1.0
+
+        @staticmethod
+        def backward(ctx, grad):
+            ctx.w.grad.add_(1.0)
+            return grad, None
+
+    model = Fn(lambda s, x: s.m(Writes.apply(s.l(x), s.w)), l=linear(4, 4), m=linear(4, 4))
+    model.w = nn.Parameter(torch.zeros(2))
+    varreg.observe(model)
+    model.w.grad = kept = torch.zeros(2)
+    with pytest.warns(UserWarning, match="'w': there is a gradient and there are no moments"):
+        model(torch.randn(BATCH, 4)).sum().backward()
+    assert model.w.grad is kept
+    assert model.w.grad.tolist() == [1.0, 1.0]
+
+
+def test_rows_of_no_sample_are_tried_without_a_crash():
+    """A trial may choose values for which an index picks nothing."""
+    at = Ragged(2, 0, Owners(torch.tensor([])))
+    for shape in ((0,), (0, 3)):
+        assert samples_in(torch.ones(shape, dtype=torch.bool), at).tolist() == [False, False]
+
+
+def test_a_forward_that_writes_into_its_inputs_is_tried_on_copies():
+    """FSMT replaces -100 in the labels that it is given; a second forward must not touch what the
+    first one saved.
+    """
+
+    def forward(s, x, labels):
+        labels.masked_fill_(labels == -100, 0)
+        scale = 1.0 if bool((x == x).all()) else 0.5  # values leave torch, so the forward is tried
+        logits = s.l(x) * scale
+        return -logits.log_softmax(-1).gather(1, labels[:, None])
+
+    model = Fn(forward, l=nn.Linear(4, 3)).double()
+    x, labels = torch.randn(4, 4).double(), torch.tensor([0, 2, 1, 2])
+    plain = copy.deepcopy(model)
+    plain(x, labels.clone()).mean().backward()
+    varreg.observe(model)
+    version = labels._version
+    F.relu(model(x, labels)).mean().backward()
+    assert labels._version == version + 1
+    assert torch.allclose(model.l.weight.grad, plain.l.weight.grad, rtol=1e-12)
