@@ -90,7 +90,7 @@ def _native_rows(found: Sequence[Measured], l1: bool) -> list[list[float]] | Non
     """
     rows = []
     known: list[tuple[list[float], Moments | Totals, float, float]] = []  # S·S and ΣW
-    there: list[tuple[list[float], Ledger, Moments]] = []
+    by_kernel: list[tuple[list[float], Ledger, Moments]] = []
     for f in found:
         m, row = f.moments, [0.0] * (5 if l1 else 2)
         rows.append(row)
@@ -103,12 +103,12 @@ def _native_rows(found: Sequence[Measured], l1: bool) -> list[list[float]] | Non
                 return None
             known.append((row, m, m.length2, m.spread))
         elif native.serves(m.total, m.square):
-            there.append((row, f.ledger, m))
+            by_kernel.append((row, f.ledger, m))
         else:
             return None
-    if there:
-        compared = native.compare([(m.total, m.total, m.square) for _, _, m in there])
-        for (row, ledger, moments), (SS, _, _, W) in zip(there, compared, strict=True):
+    if by_kernel:
+        compared = native.compare([(m.total, m.total, m.square) for _, _, m in by_kernel])
+        for (row, ledger, moments), (SS, _, _, W) in zip(by_kernel, compared, strict=True):
             choose_precision(ledger, moments, SS, W)
             known.append((row, moments, SS, W))
     key: Any = None
@@ -116,9 +116,9 @@ def _native_rows(found: Sequence[Measured], l1: bool) -> list[list[float]] | Non
         if key != (now := (m.count, m.groups, m.reduction)):
             key, ((a, b), (c, d)) = now, _factors_of(m)
         row[0], row[1] = a * SS + b * W, c * SS + d * W
-    if l1 and there:
-        sums = native.l1([(m.total, m.square, _l1_numbers(m)) for _, _, m in there])
-        for (row, _, _), (s, size, excess) in zip(there, sums, strict=True):
+    if l1 and by_kernel:
+        sums = native.l1([(m.total, m.square, _l1_numbers(m)) for _, _, m in by_kernel])
+        for (row, _, _), (s, size, excess) in zip(by_kernel, sums, strict=True):
             row[2:] = s, size, _NOISE_OF_ZERO * excess
     return rows
 

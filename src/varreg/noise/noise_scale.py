@@ -72,7 +72,7 @@ class NoiseScale:
         self._rows: Tensor | None = None  # [window, layers, 2 or 5], written in turn
         self._layer_index: Tensor | None = None  # the index of each parameter's layer
         self._names: list[str] = []  # the names of these parameters
-        self._read: tuple[int, list[Reading]] = (-1, [])
+        self._cached_readings: tuple[int, list[Reading]] = (-1, [])
         self._warned = False
 
     @disable_dynamo  # it runs eagerly, even inside a compiled training step
@@ -84,7 +84,7 @@ class NoiseScale:
         It does not wait for an accelerator. With sharded parameters it needs one small reduction:
         all ranks must call it.
         """
-        found = self._found()
+        found = self._measured()
         if not measure.has_variance(found):
             if not self._warned:
                 self._warned = True
@@ -101,7 +101,7 @@ class NoiseScale:
         self.batch = measure.samples(found)
         self.updates += 1
 
-    def _found(self) -> list[measure.Measured]:
+    def _measured(self) -> list[measure.Measured]:
         """Return the moments of all trained parameters; raise a VarregError if there are none."""
         if not self.observer.is_on:
             raise VarregError(
@@ -138,12 +138,12 @@ class NoiseScale:
         """Return one reading for each layer, and then that of the whole model. They are computed
         once for each update.
         """
-        if self._read[0] != self.updates:
+        if self._cached_readings[0] != self.updates:
             rows = in_order(self._rows, self.updates)
             series = torch.cat([rows, rows.sum(1, keepdim=True)], 1).transpose(0, 1)
             make = l1_readings if self.l1 else l2_readings
-            self._read = self.updates, make([*self._layers, "whole model"], series)
-        return self._read[1]
+            self._cached_readings = self.updates, make([*self._layers, "whole model"], series)
+        return self._cached_readings[1]
 
     @property
     def model(self) -> Reading:
@@ -200,7 +200,7 @@ class NoiseScale:
         )
         rows = state["rows"]
         self.window, self.updates, self.batch = (state[k] for k in ("window", "updates", "batch"))
-        self._layers, self._names, self._read = list(state["layers"]), [], (-1, [])
+        self._layers, self._names, self._cached_readings = list(state["layers"]), [], (-1, [])
         device = next((p.device for p, _ in self.observer.parameters), torch.device("cpu"))
         self._rows = None if rows is None else rows.to(device, copy=True)
 
@@ -220,13 +220,15 @@ class NoiseScale:
 
 def _check_state(state: Any, l1: bool, known: set[str]) -> None:
     """Raise a VarregError if a checkpoint is not one of this NoiseScale."""
-    kinds = {"window": int, "l1": bool, "updates": int, "batch": int, "layers": list}
-    is_one = isinstance(state, dict) and all(isinstance(state.get(k), v) for k, v in kinds.items())
-    if is_one and state["updates"]:
+    types = {"window": int, "l1": bool, "updates": int, "batch": int, "layers": list}
+    is_valid = isinstance(state, dict) and all(
+        isinstance(state.get(k), v) for k, v in types.items()
+    )
+    if is_valid and state["updates"]:
         shape = (state["window"], len(state["layers"]), 5 if state["l1"] else 2)
         rows = state.get("rows")
-        is_one = isinstance(rows, Tensor) and rows.shape == shape
-    if not is_one or state["window"] < 2:
+        is_valid = isinstance(rows, Tensor) and rows.shape == shape
+    if not is_valid or state["window"] < 2:
         names = ", ".join(map(str, state)) if isinstance(state, dict) else ""
         raise VarregError(
             "varreg: NoiseScale.load_state_dict expects the result of its state_dict(); got "
