@@ -18,7 +18,6 @@ from varreg.backends import TWINS, use
 from varreg.lab.optimizers.ablations import ABLATIONS, ablated
 from varreg.native import library
 from varreg.noise import measure
-from varreg.optim import collect
 from varreg.optim.gradient import products
 from varreg.optim.increments import Increment
 from varreg.optim.repeated_lambda import RepeatedLambda
@@ -288,7 +287,7 @@ def test_what_native_code_leaves_goes_through_torch(twice):
 
 
 def test_where_native_code_differs_torch_takes_its_step(monkeypatch):
-    monkeypatch.setattr(collect, "repeats_torch", lambda *_: False)
+    monkeypatch.setattr("varreg.optim.step.repeats_torch", lambda *_: False)
     with monkeypatch.context() as patch:
         counted = Counted(SGD._base.step)
         patch.setattr(SGD, "_base_step", counted)

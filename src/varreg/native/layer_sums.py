@@ -72,10 +72,10 @@ def total(values: Tensor) -> Tensor | None:
 
 
 def outer(
-    delta: Tensor, a: Tensor, groups: int, bias: bool = False, alone: bool = False
+    delta: Tensor, a: Tensor, groups: int, bias: bool = False, sum_only: bool = False
 ) -> Sums | None:
     """Return the sums of c_b = Σ_r δ_br ⊗ a_br, with δ `[b, r, o]` and a `[b, r, i]`; None where
-    PyTorch is needed. With `alone`, compute only the sum of W, in place of W.
+    PyTorch is needed. With `sum_only`, compute the sum of W over its elements, in place of W.
     """
     (b, r, o), i = delta.shape, a.shape[2]
     if not (b and r and o and i and library.serves(delta, a)):
@@ -83,13 +83,13 @@ def outer(
     delta, a = delta.contiguous(), a.contiguous()
     threads = _threads(b * r * o * i)
     total = delta.new_empty(o, i)
-    square = a.new_zeros(threads, dtype=torch.float64) if alone else torch.empty_like(total)
+    square = a.new_zeros(threads, dtype=torch.float64) if sum_only else torch.empty_like(total)
     both = delta.new_empty(2, o) if bias else None
     row = o + PANEL * threads  # packed numbers per row
     group = -(-b // groups) * r  # rows of the largest group
     at_once = min(max(1, PACKED // (group * row)), groups)
     memory = _SCRATCH.room(b * o + group * at_once * row + 2 * PANEL * (threads + 1), delta)
-    name, sizes = "outer_spread" if alone else "outer", (b, groups, r, o, i, at_once)
+    name, sizes = "outer_spread" if sum_only else "outer", (b, groups, r, o, i, at_once)
     library.call(name, (delta, a, total, square, both, memory), sizes, (), threads)
     return Sums(total, square, both)
 
@@ -106,15 +106,15 @@ def conv(
     per: int = 1,
     parts: int = 1,
     bias: bool = False,
-    alone: bool = False,
+    sum_only: bool = False,
 ) -> Sums | None:
     """Return the sums of a convolution's kernel `[o, c/parts, *kernel]`, from x `[b·per, c, …]` and
     δ `[b·per, o, …]`; None where PyTorch is needed.
 
     `padding` is the padding before the first pixel, `per` the number of images of a sample, and
     `parts` the number of parts into which the convolution divides its channels. Torch calls these
-    parts groups; here, groups are groups of samples. With `alone`, compute only the sum of W, in
-    place of W.
+    parts groups; here, groups are groups of samples. With `sum_only`, compute the sum of
+    W over its elements, in place of W.
     """
     if x.dim() not in (3, 4) or not (x.numel() and delta.numel() and library.serves(x, delta)):
         return None
@@ -137,8 +137,8 @@ def conv(
         x.shape, x_last, delta.shape, delta_last, how, groups, per, parts, x.dtype, threads
     )
     memory = _SCRATCH.room(shape.scratch, x)
-    square = x.new_zeros(threads, dtype=torch.float64) if alone else torch.empty_like(total)
-    name = ("depthwise" if depthwise else "conv") + "_spread" * alone
+    square = x.new_zeros(threads, dtype=torch.float64) if sum_only else torch.empty_like(total)
+    name = ("depthwise" if depthwise else "conv") + "_spread" * sum_only
     library.call(name, (x, delta, total, square, both, memory), (), (), threads, shape)
     return Sums(total, square, both)
 

@@ -136,8 +136,8 @@ def _join(steps: list[ParameterStep]) -> ParameterStep:
     lead = steps[0]
 
     def join(tensors: list[Any]) -> Tensor:
-        block = None if tensors[0].is_cpu else joined_memory(tensors)
-        return torch.cat([t.reshape(-1) for t in tensors]) if block is None else block
+        adjacent = None if tensors[0].is_cpu else joined_memory(tensors)
+        return torch.cat([t.reshape(-1) for t in tensors]) if adjacent is None else adjacent
 
     moments = replace(
         lead.measured,
@@ -165,12 +165,14 @@ def _joined_kappa2(steps: list[ParameterStep]) -> Tensor | float:
     like = steps[0].measured.square
     numbers = [0.0 if isinstance(step.kappa2, Tensor) else step.kappa2 for step in steps]
     # one transfer for all numbers, without waiting
-    there = torch.tensor(numbers, dtype=like.dtype, device="cpu").to(like.device, non_blocking=True)
+    on_device = torch.tensor(numbers, dtype=like.dtype, device="cpu").to(
+        like.device, non_blocking=True
+    )
     each = [
         step.kappa2.reshape(-1)
         if isinstance(step.kappa2, Tensor)
         else number.expand(step.p.numel())
-        for step, number in zip(steps, there, strict=True)
+        for step, number in zip(steps, on_device, strict=True)
     ]
     return torch.cat(each)
 

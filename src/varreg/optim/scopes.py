@@ -127,13 +127,13 @@ class PerModel(PerTensor):
         delta = torch.stack([d.to(deltas[0].device, dtype).square() for d in deltas]).sum().sqrt()
         variance = torch.stack([v.to(variances[0].device, dtype) for v in variances]).sum()
         history, count = lead["vr_history"], lead["vr_count"]
-        both = ratio(variance, delta, history, count, lead.measured.count, lead.group)
+        rho, rho_bar = ratio(variance, delta, history, count, lead.measured.count, lead.group)
         for state in _states(optimizer):
             for key in HISTORY:
                 if key in state:
                     state[key].copy_(lead.state[key])
         for step in steps:
-            step.lam = regularizer(*both, step.group).to(step.state["vr_history"])
+            step.lam = regularizer(rho, rho_bar, step.group).to(step.state["vr_history"])
 
 
 SCOPES: dict[str, Element] = {"element": Element(), "tensor": PerTensor(), "model": PerModel()}
