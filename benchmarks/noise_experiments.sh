@@ -43,10 +43,13 @@ varreg() { $PYTHON -m varreg "$@"; }
 $PYTHON examples/ewc_split_fashion_mnist.py --tuning-seeds 5 --seeds 10 --out "$OUT/ewc.json"
 varreg compare $UNEVEN --task uneven-text -s 2 -s 20 --trials 8 --lr 0.03:1 --no-ablations \
     --jobs 1 --out "$OUT/uneven-text"
-# Those with SGD have no truth along the steps yet; the ResNet has one optimizer of three.
+# Those with SGD have no truth along the steps yet, and those with Adam no error of that truth; the
+# ResNet has one optimizer of three.
 truth() { $PYTHON -m benchmarks.noise_truth --out "$OUT/truth" --steps "$1" --only "$2"; }
 truth 600 "CNN, Fashion-MNIST, SGD"
 truth 600 "char-GPT, SGD"
+truth 600 "CNN, Fashion-MNIST, Adam"
+truth 600 "char-GPT, Adam"
 truth 400 "CIFAR-10, Adam"
 truth 400 "CIFAR-10, SGD"
 truth 400 "CIFAR-10, momentum"

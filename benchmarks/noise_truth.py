@@ -7,9 +7,10 @@ truth from 5,000 samples.
 
 Every 200 steps training stops, and B_n = tr Σ/|G|² is taken from the moments of 5,000 training
 samples: the truth at this step. |G|² changes from step to step, so that there is also the truth
-along the 200 steps: averages of both over ten of them, from 500 samples each. Beside them are four
-estimates from the batches of the same 200 steps, each the ratio of the averages of its tr Σ and its
-|G|²:
+along the 200 steps: averages of both over ten of them, from 500 samples each. Where |G|² changes
+much from step to step, ten steps are few: this truth has an interval of its own. Beside them are
+four estimates from the batches of the same 200 steps, each the ratio of the averages of its tr Σ
+and its |G|²:
 
 - `NoiseScale`: the moments of single samples within a batch;
 - two halves, eight groups: gradients of parts of a batch against that of the batch;
@@ -41,6 +42,7 @@ from varreg.lab.environment import machine
 from varreg.lab.report.format import number
 from varreg.lab.tasks import lookup
 from varreg.lab.tasks.randomness import seed_all
+from varreg.noise.interval import ratio_intervals
 
 EVERY = 200
 SAMPLES = 5_000
@@ -171,6 +173,7 @@ def run(case: Case, name: str, steps: int, say: Any) -> list[dict[str, Any]]:
                     "loss": statistics.fmean(losses),
                     "truth": [exact["trace"], exact["signal"]],
                     "along": [statistics.fmean(column) for column in zip(*along, strict=True)],
+                    "interval along": list(ratio_intervals(torch.tensor([along]))[0]),
                     "NoiseScale": [reading.noise, reading.signal],
                     "interval": list(reading.interval),
                     **{key: [v / EVERY for v in both] for key, both in sums.items()},
@@ -188,12 +191,31 @@ def scale(both: list[float]) -> float:
 
 def true_scale(row: dict[str, Any]) -> float:
     """Return the truth along the steps of a check; at its step in results that do not have it."""
-    return scale(row.get("along", row["truth"]))
+    return scale(row["along"] if "along" in row else row["truth"])
 
 
 def ratios(rows: list[dict[str, Any]], key: str) -> list[float]:
     """Return an estimate over the truth, check by check."""
     return [scale(row[key]) / true_scale(row) for row in rows]
+
+
+def holds(row: dict[str, Any], with_truth: bool = False) -> bool:
+    """Return whether the interval of a check holds the truth; with `with_truth`, whether the two
+    differ by no more than both of their errors together.
+
+    >>> row = {"NoiseScale": [2.0, 1.0], "interval": [1.6, 2.4], "along": [3.0, 1.0]}
+    >>> row["interval along"] = [2.0, 5.0]
+    >>> holds(row), holds(row, with_truth=True), holds({**row, "interval along": [2.9, 3.1]}, True)
+    (False, True, False)
+    """
+    (low, high), true, value = row["interval"], true_scale(row), scale(row["NoiseScale"])
+    if not with_truth or low <= true <= high:
+        return bool(low <= true <= high)
+    true_low, true_high = row["interval along"]
+    if not (min(low, true_low) > 0 and max(value, true) < math.inf):  # too little is known
+        return bool(low <= true_high and true_low <= high)
+    errors = (high / value, true / true_low) if value < true else (value / low, true_high / true)
+    return abs(math.log(value / true)) <= math.hypot(*map(math.log, errors))
 
 
 def cell(values: list[float]) -> str:
@@ -216,8 +238,10 @@ def table(saved: dict[str, Any]) -> str:
     for name, rows in saved["runs"].items():
         which = "along the steps" if "along" in rows[0] else "at the step"
         first, last = (number(true_scale(rows[i])) for i in (0, -1))
-        held = sum(r["interval"][0] <= true_scale(r) <= r["interval"][1] for r in rows)
-        cells = [cell(ratios(rows, key)) for key in ESTIMATORS] + [f"{held} of {len(rows)}"]
+        held = f"{sum(map(holds, rows))} of {len(rows)}"
+        if "interval along" in rows[0]:
+            held += f", {sum(holds(r, True) for r in rows)} with the truth's error"
+        cells = [cell(ratios(rows, key)) for key in ESTIMATORS] + [held]
         lines.append(f"| {name} | {which} | {first} → {last} | " + " | ".join(cells) + " |")
         for key in ESTIMATORS:
             every[key] += ratios(rows, key)

@@ -686,7 +686,7 @@ def test_too_much_memory_is_an_error_and_nobody_is_ended():
 def test_runs_of_another_file_are_merged_into_the_truth_of_the_noise_scale(tmp_path, monkeypatch):
     """A run of the same title is replaced, whatever its steps are; others stay, in their order."""
     row = {"step": 200, "truth": [1.0, 1.0], "interval": [0.5, 2.0]}
-    row |= dict.fromkeys(noise_truth.ESTIMATORS, [1.0, 1.0])
+    row |= {key: [1.0, 1.0] for key in noise_truth.ESTIMATORS}
     again = [row | {"along": [2.0, 1.0]}]
     saved = {"runs": {"char-GPT, SGD": [row, row], "char-GPT, Adam": [row]}, "machines": {}}
     more = {"paper's CNN, Fashion-MNIST, Adam": [row], "char-GPT, SGD": again}
@@ -698,7 +698,7 @@ def test_runs_of_another_file_are_merged_into_the_truth_of_the_noise_scale(tmp_p
     noise_truth.main()
     found = json.loads((tmp_path / "results.json").read_text())
     assert found["runs"] == {**saved["runs"], **more}
-    assert list(found["runs"])[0] == "paper's CNN, Fashion-MNIST, Adam"
+    assert next(iter(found["runs"])) == "paper's CNN, Fashion-MNIST, Adam"
     assert found["machines"] == machines
     assert (tmp_path / "ratios.svg").exists()
     other = {"runs": more, "machines": {}, **noise_truth.settings(), "samples": 9}

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from benchmarks import noise_truth
 
 from varreg.noise.interval import covariance_of_mean, quantile, ratio_intervals
 
@@ -18,18 +19,26 @@ def series(repeats: int, n: int, square: float, alike: float = 0.0, spread: floa
 
     The second result is B_n: from the expectations, and from the averages of each series.
     """
+    true = math.sqrt(square) * (1 + spread * alike_path(repeats, n, alike))
+    over_time = D / true.square().mean(1)
+    truth = D / (square * (1 + spread**2)) if square else math.inf
+    return batches(true, M), truth, over_time
+
+
+def alike_path(repeats: int, n: int, alike: float) -> torch.Tensor:
+    """Return normal series of first-order autocorrelation `alike`."""
     a = torch.randn(repeats, n)
     for t in range(1, n):
         a[:, t] = alike * a[:, t - 1] + math.sqrt(1 - alike**2) * a[:, t]
-    true = math.sqrt(square) * (1 + spread * a)
-    mean = torch.randn(repeats, n, D) / math.sqrt(M)
+    return a
+
+
+def batches(true: torch.Tensor, m: int) -> torch.Tensor:
+    """Return (tr Σ, |Ĝ|²) of batches of m samples, whose true gradients have these lengths."""
+    mean = torch.randn(*true.shape, D) / math.sqrt(m)
     mean[..., 0] += true
-    shape = torch.full((repeats, n), (M - 1) * D / 2)
-    trace = torch._standard_gamma(shape) * 2 / (M - 1)
-    signal = mean.square().sum(-1) - trace / M
-    over_time = D / true.square().mean(1)
-    truth = D / (square * (1 + spread**2)) if square else math.inf
-    return torch.stack([trace, signal], -1), truth, over_time
+    trace = torch._standard_gamma(torch.full(true.shape, (m - 1) * D / 2)) * 2 / (m - 1)
+    return torch.stack([trace, mean.square().sum(-1) - trace / m], -1)
 
 
 def coverage(intervals, truths) -> float:
@@ -54,6 +63,28 @@ def test_neighbours_that_are_alike(alike, least):
     found = ratio_intervals(rows)
     assert coverage(found, [truth] * 500) > least
     assert coverage(found, over_time.tolist()) > 0.94  # what was true in these steps
+
+
+@pytest.mark.parametrize("alike", [0.0, 0.5, 0.8, 0.95])
+def test_a_truth_from_ten_steps_has_an_error_of_its_own(alike):
+    """|G|² changes from step to step by a factor of two and more. The interval holds what was true
+    in these steps. What ten of the 200 steps say is outside of it more often: they are too few,
+    which their own interval tells.
+    """
+    true = torch.exp(0.4 * alike_path(300, 200, alike))
+    rows, points = batches(true, M), batches(true[:, 19::20], 500)
+    intervals = ratio_intervals(rows)
+    assert coverage(intervals, (D / true.square().mean(1)).tolist()) > 0.94
+    checks = [
+        {"NoiseScale": x.tolist(), "interval": i, "along": y.tolist(), "interval along": j}
+        for x, i, y, j in zip(
+            rows.mean(1), intervals, points.mean(1), ratio_intervals(points), strict=True
+        )
+    ]
+    alone = sum(map(noise_truth.holds, checks)) / 300
+    together = sum(noise_truth.holds(check, True) for check in checks) / 300
+    assert together > 0.85
+    assert alone < 0.7 or alike > 0.6
 
 
 def test_no_signal_means_at_least():

@@ -30,8 +30,12 @@ class NoiseScale:
         tr Σ = Σ_p s²,   |Ĝ|² = |ḡ|² − tr Σ/m,   with s² = m/(m−1)·v²
 
     Both are unbiased. They are averaged over the last `window` updates, and `value` is the ratio of
-    the averages. The ratio of one batch is useless, and so is an average of ratios. The interval is
-    Fieller's for a ratio of means, at two standard errors that include autocorrelation.
+    the averages. The ratio of one batch is useless, and so is an average of ratios.
+
+    The interval is Fieller's for a ratio of means, at two standard errors that include
+    autocorrelation. It is about the updates of the window: if |G|² changes from step to step, it
+    holds B_n of these steps together, and not that of one of them, or of a few. For the mean of a
+    process that goes on it is too narrow, if updates stay alike for a tenth of the window or more.
 
     With `l1=True`, B_n is (Σ_p s_p)²/(Σ_p |G_p|)², the version for optimizers that step by signs
     (signSGD, Lion; Adam is between the two). |G_p| has no unbiased estimate. There is an estimate
