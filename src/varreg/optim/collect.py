@@ -16,7 +16,7 @@ from varreg.engine.parameters import LEDGERS
 from varreg.engine.totals import Totals
 from varreg.errors import VarregError
 from varreg.optim import step_warnings
-from varreg.optim.from_totals import as_moments
+from varreg.optim.from_totals import set_moments
 from varreg.optim.gradient import (
     NotFiniteError,
     OverflowedError,
@@ -57,10 +57,10 @@ def find_steps(optimizer: Regularized) -> list[ParameterStep]:
         increment = optimizer._increment(group)
         for p, ledger in zip(parameters, LEDGERS.find(parameters), strict=True):
             m: Any = None if ledger is None else ledger.read(p, stepping=True)
-            if isinstance(m, Totals):
-                m = as_moments(optimizer, group, increment, p, ledger, m)
             state: dict[str, Any] = {} if m is None else optimizer.state[p]
             steps.append(ParameterStep(p, group, increment, ledger, m, state, p.grad))
+    if with_totals := [step for step in steps if isinstance(step.moments, Totals)]:
+        set_moments(optimizer, with_totals)
     choose(optimizer, steps)
     return steps
 
@@ -132,6 +132,8 @@ def _set_products(steps: list[ParameterStep]) -> None:
     sharded, others = [], []
     for step in steps:
         p, m, row = step.parameter, step.moments, None
+        if step.products is not None:
+            continue  # they are known from `Totals`
         if m is not None and (step.native or m.total.shape == local(p).shape):
             device = m.total.device.type
             if step.native or BACKENDS[device].serves(m.total, step.grad, m.square):
