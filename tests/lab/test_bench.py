@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks import growth, growth_figures, noise_truth, optimizer_cost, peers
+from benchmarks import first_step, growth, growth_figures, noise_truth, optimizer_cost, peers
 from tools.tables import speed
 from tools.tables.__main__ import main as print_table
 from typer.testing import CliRunner
@@ -639,6 +639,23 @@ def test_optimizers(monkeypatch, tmp_path, capsys):
     assert len(lines) == 2 + len(optimizer_cost.SPECS) + 1
     found = json.loads((tmp_path / "o").read_text())["results"]["tiny"]
     assert found["VR SGD, momentum"]["state"] > found["SGD, momentum"]["state"] == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "escapes"), [(lambda: first_step.Fourier(4, 1), 0), (lambda: first_step.Checked(4), 2)]
+)
+def test_first_step(monkeypatch, make, escapes):
+    """Its own models are tried as they say, and give moments."""
+    batch = images(3, 1, 28, 28)
+    monkeypatch.setitem(first_step.MODELS, "tiny", Workload("tiny", make, batch))
+    row = first_step.measure("tiny")
+    assert row["name"] == "tiny"
+    assert min(row["plain"], row["first"], row["warm"]) > 0
+    model = make()
+    with varreg.observe(model) as observer:
+        model(batch()[0]).square().mean().backward()
+        assert all(varreg.moments(p) is not None for p in model.parameters())
+        assert len(observer.tracer.trace.escapes) == escapes
 
 
 def test_growth(monkeypatch, tmp_path, capsys):
