@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,13 +43,16 @@ def counted(
     observe: bool,
     micro_batches: int = 1,
     clip: bool = False,
+    observed: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Count]:
-    """Return what each phase of a step in the steady state asks of the device."""
+    """Return what each phase of a step in the steady state asks of the device. `observed` are the
+    options of `varreg.observe`.
+    """
     pretend_device.load()
     model, x, y = built(w)
     model, (x, y) = model.to("pretend"), (t.to("pretend") for t in (x, y))
     if observe:
-        varreg.observe(model)
+        varreg.observe(model, **observed)
     optimizer = make(model.parameters(), **options)
     for _ in range(WARM):
         _step(w, model, optimizer, x, y, micro_batches, clip)

@@ -92,6 +92,14 @@ def test_each_sentence_has_a_line_of_its_own(capsys):
     assert prose.main(["--check"]) == 0, capsys.readouterr().out
 
 
+def test_more_words_than_the_limit_are_an_error(capsys, monkeypatch):
+    assert prose.count(each=True) == 0, capsys.readouterr().out
+    assert "docs/index.md" in capsys.readouterr().out
+    monkeypatch.setattr(prose, "LIMIT", 1)
+    assert prose.main(["--check"]) == 1
+    assert "the limit is 1." in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("text", "better"),
     [

@@ -4,7 +4,9 @@
     python -m tools.kernels --check    # and fail if a kernel spills with its default tile
 
 Spilled registers go to memory and back: a kernel that spills is slow, without any warning. NVIDIA's
-counts are from Triton's own `cuobjdump -res-usage`, AMD's from the kernel's metadata. Both
+counts are from Triton's own `cuobjdump -res-usage`, AMD's from the kernel's metadata. Launches
+compile a kernel anew for pointers and sizes that 16 divides, and PyTorch's memory is such; so each
+kernel is compiled with sizes that 16 divides and with others, and the larger count is printed. Both
 compilers come with Triton, so one version of Triton gives the same counts on every machine. Another
 version may give other counts: spills of up to `FEW` bytes are printed, but do not fail the check.
 """
@@ -68,8 +70,9 @@ class Usage(NamedTuple):
     """The registers and memory that a compiled kernel uses."""
 
     registers: int
+    """Vector registers of a thread; AMD's include those for accumulation, which share the file."""
     spilled: int
-    """Bytes in local memory, or registers, for each thread."""
+    """Bytes of a thread in memory: NVIDIA's stack and local memory, AMD's scratch memory."""
 
 
 def cases() -> Iterator[Case]:
@@ -127,9 +130,13 @@ def cases() -> Iterator[Case]:
     yield Case("compare, ends", step_kernels.add_up_kernel, {"BLOCK": 128}, "fp64")
 
 
-def compile_for(case: Case, target: GPUTarget, ones: bool = False) -> Any:
-    """Return a kernel compiled for a target. If wanted, all sizes are 1: Triton treats these as
-    constants.
+SIZES = "divisible", "odd", "ones"
+"""What Triton may know of sizes: that 16 divides all, or none, or that all are 1."""
+
+
+def compile_for(case: Case, target: GPUTarget, sizes: str = "divisible") -> Any:
+    """Return a kernel compiled for a target, as a launch compiles it: 16 divides all addresses, and
+    `sizes` says what is known of sizes. Triton treats those that are 1 as constants.
     """
     written = "fp64" if case.real == "fp64" else "fp32"
     read = {"x", "delta", "a", "dy", "values"}
@@ -147,10 +154,16 @@ def compile_for(case: Case, target: GPUTarget, ones: bool = False) -> Any:
     if case.kernel is convolutions.conv_kernel:
         signature["dy"] = "i32"
     constants = dict(case.meta)
-    if ones:
+    if sizes == "ones":
         constants |= {name: 1 for name, kind in signature.items() if kind == "i32"}
         signature = {n: "constexpr" if n in constants else kind for n, kind in signature.items()}
-    source = ASTSource(fn=case.kernel, signature=signature, constexprs=constants)
+    known = ("*", "i32") if sizes == "divisible" else ("*",)
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(case.kernel.arg_names)
+        if signature[name].startswith(known)
+    }
+    source = ASTSource(case.kernel, signature, constants, attributes)
     options = {"num_warps": case.warps, "num_stages": case.stages, **EXPLICIT}
     return triton.compile(source, target=target, options=options)
 
@@ -159,9 +172,9 @@ def usage(compiled: Any) -> Usage:
     """Return the registers of a compiled kernel."""
     if "cubin" not in compiled.asm:
         assembly = compiled.asm["amdgcn"]
-        found = [
-            re.search(rf"\.{key}:\s+(\d+)", assembly) for key in ("vgpr_count", "vgpr_spill_count")
-        ]
+        # a spilled vector register may have gone to one for accumulation: only scratch is memory
+        keys = "vgpr_count", "private_segment_fixed_size"
+        found = [re.search(rf"^\s+\.{key}:\s+(\d+)", assembly, re.MULTILINE) for key in keys]
         assert all(found), "AMD's metadata has no counts of registers"
         return Usage(*(int(match[1]) for match in found if match))
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -179,9 +192,12 @@ def usage(compiled: Any) -> Usage:
 
 
 def compiled_row(case: Case) -> list[Usage]:
-    """Return the usage of a kernel on each target. Compile it also for sizes of 1."""
-    row = [usage(compile_for(case, target)) for target in TARGETS.values()]
-    compile_for(case, TARGETS["sm_90"], ones=True)
+    """Return the largest usage of a kernel on each target. Compile it also for sizes of 1."""
+    row = []
+    for target in TARGETS.values():
+        both = [usage(compile_for(case, target, sizes)) for sizes in ("divisible", "odd")]
+        row.append(Usage(*map(max, *both)))
+    compile_for(case, TARGETS["sm_90"], "ones")
     return row
 
 

@@ -18,8 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-LIMIT = 99_999
-"""Words of running prose in README.md and docs/ together. Before you raise it, shorten a page."""
+LIMIT = 13_500
+"""Words of running prose in README.md and docs/ together. The aim is 10,000: lower the limit when a
+page is shortened.
+"""
 _WORD = re.compile(r"\S*\w\S*")
 _ITEM = re.compile(r"(\s*)([-*] |\d+\. )")
 _KEPT = re.compile(r"\s*(\||#|!\[|<!--|<|:::|!!!|options:|members:|- - -|\[[^\]]+\]: )|\s*$")

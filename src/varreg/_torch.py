@@ -4,7 +4,8 @@ torch promises nothing about these names. torch 2.8, the oldest version that var
 torch 2.13 have all of them with this meaning; comments name the ones that need a newer torch.
 varreg looks them up when it is imported. No other module names a private function of torch. Private
 attributes of torch's objects are read where they are needed; `ATTRIBUTES` lists them.
-`tests/test_house.py` checks both rules.
+`tests/test_house.py` checks both rules. Names whose import takes long are looked up when they are
+needed: those of the compiler, of DDP and of FSDP. `tests/test_versions.py` checks these.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ foreach_add_into = torch._foreach_add_
 foreach_sub = torch._foreach_sub
 foreach_mul = torch._foreach_mul
 foreach_div = torch._foreach_div
+foreach_div_into = torch._foreach_div_
 foreach_mul_into = torch._foreach_mul_
 foreach_lerp_into = torch._foreach_lerp_
 foreach_sign_into = torch._foreach_sign_
@@ -61,16 +63,19 @@ from torch.utils._python_dispatch import (  # noqa: E402
     _get_current_dispatch_mode_stack as dispatch_mode_stack,
 )
 
+_dispatch_mode = torch._C._get_dispatch_mode
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
 
 def is_faking() -> bool:
     """Return whether new tensors are fake ones (`FakeTensorMode`), which have no memory: a kernel
     would write to nowhere.
     """
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return _dispatch_mode(_FAKE) is not None
 
 
 # Operators as the dispatcher has them: their schema says which arguments are written to.
-from torch._ops import OpOverload, OpOverloadPacket  # noqa: E402
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # noqa: E402
 
 # Trees of lists, tuples, dicts and registered classes. `torch.utils._pytree` has no public name;
 # optree and jax have the same functions, and would be new dependencies.
@@ -113,10 +118,12 @@ is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 # Not None while torch.jit.trace runs. The public `torch.jit.is_tracing` needs one more call.
 jit_tracing_state = torch._C._get_tracing_state
 
+_scripted_functions: Callable[[], Any] = torch.jit._state._python_cu.get_functions
+
 
 def has_scripted_functions() -> bool:
     """Return whether the process has functions of TorchScript, whose calls no mode sees."""
-    return bool(torch.jit._state._python_cu.get_functions())  # type: ignore[func-returns-value]
+    return bool(_scripted_functions())
 
 
 # The code of a module's call, by which the frames of a forward are recognized.
@@ -207,24 +214,6 @@ def restart_capture(why: str) -> None:
     raise UnspecializeRestartAnalysis(restart_reason=why)
 
 
-def is_plain_call(target: Any) -> bool:
-    """Return whether a node of a captured graph calls a plain function on tensors. Operations that
-    take graphs as arguments, switch gradients or autocast, or hook a gradient are not plain.
-    """
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        return False
-    return getattr(target, "__name__", "") not in _SWITCHES
-
-
-_SWITCHES = frozenset(
-    (
-        *("_set_grad_enabled", "_enter_autocast", "_exit_autocast"),
-        *("_enter_inference_mode", "_exit_inference_mode"),
-        *("_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable"),
-        *("register_hook", "_register_hook_trampoline"),
-    )
-)
-
 # ---- FSDP2 ---------------------------------------------------------------------------------------
 
 # Whether varreg's reduction can replace FSDP's. That needs `_reduce_scatter_comm` (2.9) and
@@ -267,9 +256,22 @@ ATTRIBUTES = {
 }
 """Private attributes that are read or set where they are needed, and why."""
 
+AT_IMPORT: dict[Any, str] = {
+    forward_ad: "_current_level",
+    Tensor: "_base _version _is_view _post_accumulate_grad_hooks _backward_hooks",
+    nn.Module(): "_parameters _forward_hooks _backward_pre_hooks _forward_pre_hooks"
+    " _compiled_call_impl _call_impl",
+    torch.ops.aten.add.Tensor: "_schema",
+}
+"""Those that are there from the start: where one is missing, the import of varreg fails. For the
+others, `tests/test_versions.py` makes the objects.
+"""
+[getattr(owner, name) for owner, names in AT_IMPORT.items() for name in names.split()]
+
 # names of torch that are passed on unchanged
 __all__ = [
     "BackwardHook",
+    "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
     "disable_dynamo",

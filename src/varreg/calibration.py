@@ -32,8 +32,8 @@ def calibrated(
 
     >>> import torch
     >>> sums = [torch.zeros(()) for _ in range(3)]
-    >>> spent = [calibrated(torch.tensor(x), *sums).item() for x in (3.0, 1.0, 2.0, 3.0, 3.0, 1.0)]
-    >>> round(sum(spent) / 6, 2)
+    >>> means = [calibrated(torch.tensor(x), *sums).item() for x in (3.0, 1.0, 2.0, 3.0, 3.0, 1.0)]
+    >>> round(sum(means) / 6, 2)
     0.96
     """
     known = torch.ones_like(lam) if known is None else known
@@ -42,7 +42,7 @@ def calibrated(
     if low is not None or high is not None:
         scaled = scaled.clamp_(min=low, max=high)
     lam = torch.lerp(lam, scaled, known)
-    spend((lam * known).sum() / n, total)
+    add_mean((lam * known).sum() / n, total)
     return lam
 
 
@@ -50,13 +50,13 @@ def factor(mean: Tensor, recent: Tensor, total: Tensor, steps: Tensor) -> Tensor
     """Return the factor for a λ with this mean. Update the recent mean and the number of means. A
     mean of nan (no element has a gradient) is skipped.
     """
-    there = mean.isfinite().to(mean.dtype)
-    recent.lerp_(mean.nan_to_num(nan=0.0), there * RECENT)
-    steps.add_(there)
-    now = recent / (1 - (1 - RECENT) ** steps)
-    return (steps / (total + 1) / now).nan_to_num_(nan=1.0, posinf=1.0)
+    is_finite = mean.isfinite().to(mean.dtype)
+    recent.lerp_(mean.nan_to_num(nan=0.0), is_finite * RECENT)
+    steps.add_(is_finite)
+    mean_now = recent / (1 - (1 - RECENT) ** steps)
+    return (steps / (total + 1) / mean_now).nan_to_num_(nan=1.0, posinf=1.0)
 
 
-def spend(mean: Tensor, total: Tensor) -> None:
+def add_mean(mean: Tensor, total: Tensor) -> None:
     """Add the mean of the applied λ to the sum of all means."""
     total.add_(mean.nan_to_num(nan=0.0))

@@ -38,7 +38,7 @@ class Row(NamedTuple):
     """Computes ρ̄ from Ω, n and β; writes it to the last argument if that is not None."""
     value: Callable[..., Tensor] | None = None
     """The function of ρ whose values Ω adds up; None for ρ itself."""
-    fades: bool = False
+    is_exponential: bool = False
     """Whether Ω is an exponential average with the factor β, in place of a sum."""
     kernel: contract.History | None = None
 
@@ -48,7 +48,9 @@ TABLE: dict[History, Row] = {
     "mean": Row(
         lambda omega, n, beta, out: torch.div(omega, n, out=out), kernel=contract.History.MEAN
     ),
-    "ema": Row(lambda omega, n, beta, out: torch.div(omega, 1 - beta**n, out=out), fades=True),
+    "ema": Row(
+        lambda omega, n, beta, out: torch.div(omega, 1 - beta**n, out=out), is_exponential=True
+    ),
     "geometric": Row(lambda omega, n, beta, out: torch.div(omega, n, out=out).exp_(), torch.log),
     "harmonic": Row(
         lambda omega, n, beta, out: torch.div(n, omega, out=out),
@@ -86,25 +88,26 @@ def record(
     `"ema"` βh + (1−β)ρ.
     """
     row = TABLE[kind]
-    kept, valid = memory("value", rho.shape, rho), memory("valid", rho.shape, rho)
+    result, valid = memory("value", rho.shape, rho), memory("valid", rho.shape, rho)
     if row.value is None and not rho.is_cpu:
-        value = torch.nan_to_num(rho, nan=0.0, posinf=0.0, neginf=0.0, out=kept)
+        value = torch.nan_to_num(rho, nan=0.0, posinf=0.0, neginf=0.0, out=result)
         torch.eq(value, rho, out=valid)  # where it is finite
-        _enter(history, count, value, valid, row, beta)
+        _add_to_sums(history, count, value, valid, row, beta)
         return
-    value = rho if row.value is None else row.value(rho, out=kept)
+    value = rho if row.value is None else row.value(rho, out=result)
     torch.add(rho.new_ones(()), rho, alpha=0.0, out=valid)  # 1, or nan where it is not finite
     if value is not rho:
         valid.add_(value, alpha=0.0)
     valid.nan_to_num_(nan=0.0)
-    value = torch.nan_to_num(value, nan=0.0, posinf=0.0, neginf=0.0, out=kept)
-    _enter(history, count, value, valid, row, beta)
+    value = torch.nan_to_num(value, nan=0.0, posinf=0.0, neginf=0.0, out=result)
+    _add_to_sums(history, count, value, valid, row, beta)
 
 
-def _enter(
+def _add_to_sums(
     history: Tensor, count: Tensor, value: Tensor, valid: Tensor, row: Row, beta: float
 ) -> None:
-    if row.fades:
+    """Add the values to Ω and n where `valid` is 1; it is 0 elsewhere."""
+    if row.is_exponential:
         count.add_(valid)
         history.lerp_(value, valid.mul_(1 - beta))
     else:
@@ -127,7 +130,7 @@ def average(
     return TABLE[kind].average(history, count, beta, out)
 
 
-def known(rho: Tensor, present: Tensor, may_write: bool) -> Tensor:
+def nan_if_unknown(rho: Tensor, present: Tensor, may_write: bool) -> Tensor:
     """Return ρ, and nan where `one_or_nan(present)` is nan."""
     if rho.is_cpu or not may_write:
         return rho * one_or_nan(present)

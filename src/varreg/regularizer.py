@@ -28,7 +28,7 @@ from varreg.backends import BACKENDS
 from varreg.calibration import calibrated
 from varreg.devices import constant
 from varreg.errors import VarregError
-from varreg.histories import TABLE, Memory, average, fresh, known, record, scale_free
+from varreg.histories import TABLE, Memory, average, fresh, nan_if_unknown, record, scale_free
 from varreg.native import contract
 from varreg.options import DEFAULTS, FORMS, HISTORIES, PER, Form, History, Options, Per, check
 from varreg.options import is_number as _is_number
@@ -170,7 +170,7 @@ def ratio(
     if options["scale_free"]:
         rho = scale_free(variance, delta, limit(m, options), memory("rho", delta.shape, delta))
     if present is not None:
-        rho = known(rho, present, may_write=rho is not variance)
+        rho = nan_if_unknown(rho, present, may_write=rho is not variance)
     if rho.dtype != history.dtype:
         rho = rho.to(history.dtype)
     kind, beta = options["history"], options["history_beta"]

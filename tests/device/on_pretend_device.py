@@ -31,6 +31,7 @@ from varreg.lab.bench.workloads import WORKLOADS, Workload, images, text
 from varreg.lab.models import GPT, paper_cnn
 from varreg.lab.tasks.catalog import per_token
 from varreg.native import library
+from varreg.options import HISTORIES
 
 DEVICE = "pretend"  # it is registered only where these tests run
 KNOWN = {c.name: c for c in CASES if not c.random}
@@ -84,15 +85,18 @@ def test_moments_without_float64(case):
 @pytest.mark.parametrize("name", ["VRSGD", "VRAdam", "VRAdamW", "VRNAdam", "VRRMSprop"])
 @pytest.mark.parametrize("per", ["element", "tensor", "model"])
 def test_optimizers_without_float64(name, per):
+    options = {"lr": 0.01, "per": per, "calibrate": per == "element"}
+    as_on_the_cpu(lambda parameters: getattr(varreg, name)(parameters, **options))
+
+
+def as_on_the_cpu(make, steps=5, **observed):
+    """Compare parameters after some steps with those of the same training on the CPU."""
     torch.set_default_dtype(torch.float32)
     here = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     there = copy.deepcopy(here).to(DEVICE)
-    optimizers = []
-    for model in (here, there):
-        varreg.observe(model)
-        options = {"lr": 0.01, "per": per, "calibrate": per == "element"}
-        optimizers.append(getattr(varreg, name)(model.parameters(), **options))
-    for _ in range(5):
+    observers = [varreg.observe(model, **observed) for model in (here, there)]
+    optimizers = [make(model.parameters()) for model in (here, there)]
+    for _ in range(steps):
         x = torch.randn(8, 4)
         for model, optimizer in zip((here, there), optimizers, strict=True):
             optimizer.zero_grad()
@@ -100,6 +104,71 @@ def test_optimizers_without_float64(name, per):
             optimizer.step()
     for p, q in zip(here.parameters(), there.parameters(), strict=True):
         torch.testing.assert_close(q.cpu(), p, rtol=2e-3, atol=2e-4)
+        lam = optimizers[0].lambda_of(p)
+        torch.testing.assert_close(optimizers[1].lambda_of(q).cpu(), lam, rtol=0.01, atol=0.01)
+        assert not torch.equal(lam, torch.ones_like(lam))
+    return observers
+
+
+UPDATE_RULES = {
+    "SGD, Nesterov": (varreg.VRSGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "SGD, dampening": (varreg.VRSGD, {"momentum": 0.9, "dampening": 0.5, "maximize": True}),
+    "Adam, amsgrad": (varreg.VRAdam, {"amsgrad": True}),
+    "Adam, direct": (varreg.VRAdam, {"variance": "direct"}),
+    "NAdam": (varreg.VRNAdam, {}),
+    "NAdam, direct": (varreg.VRNAdam, {"variance": "direct"}),
+    "Adagrad": (varreg.VRAdagrad, {}),
+    "Adagrad, simplified": (varreg.VRAdagrad, {"variance": "simplified"}),
+    "Adadelta": (varreg.VRAdadelta, {}),
+    "Adadelta, direct": (varreg.VRAdadelta, {"variance": "direct"}),
+    "RMSprop": (varreg.VRRMSprop, {}),
+    "RMSprop, centered, momentum": (varreg.VRRMSprop, {"centered": True, "momentum": 0.9}),
+    "raw variance": (varreg.VRSGD, {"scale_free": False}),
+    "cap": (varreg.VRSGD, {"cap": 0.5}),
+    "sigmoid": (varreg.VRSGD, {"form": "sigmoid", "s": 1.0}),
+    "affine": (varreg.VRSGD, {"form": "affine", "history": "harmonic"}),
+    "bounds": (varreg.VRSGD, {"lambda_min": 0.5, "lambda_max": 1.5}),
+}
+UPDATE_RULES |= {f"history {name}": (varreg.VRSGD, {"history": name}) for name in HISTORIES}
+
+
+@pytest.mark.usefixtures("_no_float64")
+@pytest.mark.parametrize(("make", "options"), UPDATE_RULES.values(), ids=UPDATE_RULES)
+def test_update_rules_without_float64(make, options):
+    as_on_the_cpu(lambda parameters: make(parameters, lr=0.01, **options))
+
+
+@pytest.mark.usefixtures("_no_float64")
+@pytest.mark.parametrize("base", [torch.optim.RAdam, torch.optim.Adamax, torch.optim.Rprop])
+def test_a_wrapped_optimizer_without_float64(base):
+    as_on_the_cpu(lambda parameters: varreg.VarianceRegularized(base(parameters, lr=0.01)))
+
+
+@pytest.mark.usefixtures("_no_float64")
+@pytest.mark.parametrize("per", ["tensor", "model"])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_totals_without_float64(per, wrapped):
+    def make(parameters):
+        if wrapped:
+            return varreg.VarianceRegularized(torch.optim.Adamax(parameters, lr=0.01), per=per)
+        return varreg.VRSGD(parameters, lr=0.01, momentum=0.9, per=per)
+
+    as_on_the_cpu(make, per=per)
+
+
+@pytest.mark.usefixtures("_no_float64")
+def test_groups_without_float64():
+    as_on_the_cpu(lambda parameters: varreg.VRAdam(parameters, lr=0.01), groups=4)
+
+
+@pytest.mark.usefixtures("_no_float64")
+@pytest.mark.parametrize("per", ["element", "model"])
+def test_norms_without_float64(per):
+    def make(parameters):
+        return varreg.VRSGD(parameters, lr=0.01, per=per)
+
+    here, there = (observer.norms().values for observer in as_on_the_cpu(make, per=per, norms=True))
+    torch.testing.assert_close(there.cpu().to(here), here, rtol=1e-2, atol=1e-4)
 
 
 @pytest.mark.usefixtures("_no_float64")
@@ -158,6 +227,22 @@ def test_a_model_on_the_cpu_while_another_device_is_the_default():
             assert p.is_cpu
             assert varreg.moments(p).square.is_cpu
             assert optimizer.lambda_of(p).is_cpu
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.compile")
+def test_a_compiled_model_does_not_wait():
+    """The marker of a compiled forward is a number on the CPU, whatever device is the default."""
+    torch.set_default_device(DEVICE)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    varreg.observe(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    x = torch.randn(8, 4)
+    for _ in range(3):
+        model.zero_grad()
+        with pretend_device.count() as count:
+            compiled(x).square().mean().backward()
+    assert varreg.moments(model[0].weight).count == 8
+    assert not count.waits
 
 
 # ---- a model on two devices ----------------------------------------------------------------------
@@ -253,6 +338,36 @@ def test_nothing_waits_but_the_step_once(w, optimizer, loop):
     assert not phases["forward"].waits
     assert not phases["backward"].waits
     assert sum(phases["step"].waits.values()) <= 1, phases["step"].waits
+
+
+SUMS = {"totals": {"per": "model"}, "norms": {"norms": True}}
+SUMS["totals and norms"] = {"per": "tensor", "norms": True}
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+@pytest.mark.parametrize("sums", SUMS.values(), ids=SUMS)
+@pytest.mark.parametrize("w", MODELS.values(), ids=MODELS)
+def test_other_sums_wait_once(w, sums, loop):
+    torch.set_default_dtype(torch.float32)
+    options = {"lr": 0.01, "momentum": 0.9, "per": sums.get("per", "element")}
+    phases = counted(w, varreg.VRSGD, options, observe=True, observed=sums, **loop)
+    assert not phases["forward"].waits
+    assert not phases["backward"].waits, phases["backward"].waits
+    assert sum(phases["step"].waits.values()) <= 1, phases["step"].waits
+
+
+@pytest.mark.parametrize("per", ["model", "tensor"])
+def test_launches_with_totals(per):
+    """No operator of a step runs once for each parameter; in a backward, few do."""
+    torch.set_default_dtype(torch.float32)
+    options = {"lr": 0.01, "momentum": 0.9, "per": "model"}
+    kinds = {}
+    for layers in (1, 2):
+        model = GPT(layers=layers, width=32, heads=2, vocabulary=256, context=64)
+        w = Workload("tokens", lambda model=model: model, text(8, 16), per_token)
+        phases = counted(w, varreg.VRSGD, options, observe=True, observed={"per": per})
+        kinds[layers] = phases["step"].launched
+    assert kinds[2] - kinds[1] <= 4, kinds  # a layer has 12 parameters
 
 
 MOST_LAUNCHES = {("GPT", "SGD, momentum"): 1.92, ("GPT", "Adam"): 1.97}
@@ -509,4 +624,7 @@ def test_bench_checks_and_measures_on_a_device(tmp_path):
     assert "MiB" in done.output
     record = json.loads(saved.read_text())
     assert record["environment"]["device"] == "pretend"
+    kernels = {"status": "there are no kernels for pretend", "triton": False}
+    assert record["environment"]["device_kernels"] == kernels
+    assert "pretend, no kernels (there are" in record["measured"]
     assert record["rows"][0]["bytes"]["exact"][0] > record["rows"][0]["bytes"]["plain"][0] > 0

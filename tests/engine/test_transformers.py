@@ -115,6 +115,70 @@ def test_t5_is_exact(attention):
         )
 
 
+def mixtral(experts, **options):
+    sizes = {
+        "vocab_size": 13,
+        "hidden_size": 8,
+        "intermediate_size": 6,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_local_experts": 4,
+        "max_position_embeddings": 16,
+    }
+    config = transformers.MixtralConfig(**sizes | options)
+    model = transformers.MixtralForCausalLM(config)
+    if not hasattr(model, "set_experts_implementation"):
+        pytest.skip("this version of transformers has no implementations of experts to choose from")
+    model.set_experts_implementation(experts)
+    return model
+
+
+@pytest.mark.parametrize("experts", ["eager", "batched_mm"])
+@pytest.mark.parametrize("top", [1, 2])
+@pytest.mark.parametrize(("batch", "length"), [(4, 4), (3, 5), (2, 1), (1, 5)])
+def test_mixtral_is_exact(experts, top, batch, length):
+    """Its experts are slices of one parameter, and its router works in float32: hence the
+    tolerance.
+    """
+    model = mixtral(experts, num_experts_per_tok=top).double()
+    plain, w = copy.deepcopy(model), sample_weights(batch)
+    with varreg.observe(model):
+        for _ in range(2):
+            ids = torch.randint(0, 13, (batch, length))
+            rows = []
+            for i in range(batch):
+                plain.zero_grad()
+                (w[i] * plain(ids[i : i + 1]).logits.square().sum()).backward()
+                rows.append({n: p.grad for n, p in plain.named_parameters()})
+            g = {
+                n: torch.stack([torch.zeros_like(p) if r[n] is None else r[n] for r in rows])
+                for n, p in plain.named_parameters()
+            }
+            model.zero_grad()
+            (w * model(ids).logits.square().sum((1, 2))).mean().backward()
+            scale = scale_of(g)
+            for name, p in model.named_parameters():
+                m, squares = varreg.moments(p), g[name].square().mean(0)
+                assert m.count == batch
+                for got, want, size in (
+                    (m.mean, g[name].mean(0), scale),
+                    (m.second_moment, squares, scale**2),
+                ):
+                    gap = float((got - want).abs().max())
+                    assert gap <= 1e-5 * float(want.abs().max()) + 1e-9 * size, name
+
+
+@pytest.mark.parametrize("frozen", ["", "experts"])
+def test_mixtral_with_grouped_products_is_refused_with_a_remedy(frozen):
+    model = mixtral("grouped_mm").float()
+    for name, p in model.named_parameters():
+        p.requires_grad_(not frozen or frozen not in name)
+    varreg.observe(model)
+    with pytest.raises(ValueError, match=r"experts.*call model\.set_experts_implementation"):
+        model(torch.randint(0, 13, (3, 4)))
+
+
 def test_t5_with_dropout_in_fused_attention_is_refused():
     ids = torch.randint(0, 13, (BATCH, 6))
     for attention in ("eager", "sdpa"):

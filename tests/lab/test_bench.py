@@ -14,14 +14,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks import growth, growth_figures, noise_truth, optimizer_cost, peers
+from benchmarks import first_step, growth, growth_figures, noise_truth, optimizer_cost, peers
 from tools.tables import speed
 from tools.tables.__main__ import main as print_table
 from typer.testing import CliRunner
 
 import varreg
+from varreg import backends
 from varreg.cli import app, main
 from varreg.engine.contribution import Outer
+from varreg.lab import environment
 from varreg.lab.bench import costs, timing
 from varreg.lab.bench.bench_plan import Plan, arms_of, base_of
 from varreg.lab.bench.output import profiles, results, sentences
@@ -156,6 +158,40 @@ def test_the_profile():
     assert operations[0].split() == ["aten::mm", "8.00", "8.00", "12.00"]  # grew by 4
     assert operations[1].split() == ["aten::bmm", "0.00", "2.50", "0.00"]
     assert operations[-1].split()[-3:] == ["2.00", "0.80", "0.00"]
+
+
+def test_the_profile_of_a_device_has_its_kernels():
+    kernels = {"plain": {"gemm": 1.0}, "exact": {"outer_kernel": 2.0}, "groups=8": {}}
+    said = profiles({**ROW, "kernels": kernels}).partition("kernel ")[2].splitlines()[2:]
+    assert said[0].split() == ["outer_kernel", "0.00", "2.00", "0.00"]
+    assert said[1].split() == ["gemm", "1.00", "0.00", "0.00"]
+
+
+def test_what_the_profiler_records(monkeypatch):
+    CPU, CUDA = torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA
+    monkeypatch.setattr(torch.profiler, "supported_activities", lambda: {CPU, CUDA})
+    assert costs.activities("cuda:0") == [CPU, CUDA]
+    assert costs.activities("cpu") == costs.activities("mps") == [CPU]
+    monkeypatch.setattr(torch.profiler, "supported_activities", lambda: {CPU})
+    assert costs.activities("cuda") == [CPU]
+    on_host, kernels = costs.operations(lambda: torch.ones(3) + 1, steps=1)
+    assert on_host["aten::add"] > 0
+    assert not kernels
+
+
+def test_a_record_of_a_device_says_which_kernels_served_it(monkeypatch):
+    assert environment.device_kernels("mps") == {
+        "status": "there are no kernels for mps",
+        "triton": False,
+    }
+    triton = pytest.importorskip("varreg.triton", exc_type=ImportError)
+    monkeypatch.setitem(backends.BACKENDS, "mps", triton)
+    found = environment.device_kernels("mps")
+    assert found["triton"]
+    assert found["precision"] == "ieee"
+    assert len(found["tile"]) == 4
+    assert found["status"] in environment._kernels("mps")
+    assert ", ieee, tile 32×32×16, 4 warps" in environment._kernels("mps")
 
 
 # ---- what is compared
@@ -603,6 +639,23 @@ def test_optimizers(monkeypatch, tmp_path, capsys):
     assert len(lines) == 2 + len(optimizer_cost.SPECS) + 1
     found = json.loads((tmp_path / "o").read_text())["results"]["tiny"]
     assert found["VR SGD, momentum"]["state"] > found["SGD, momentum"]["state"] == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "escapes"), [(lambda: first_step.Fourier(4, 1), 0), (lambda: first_step.Checked(4), 2)]
+)
+def test_first_step(monkeypatch, make, escapes):
+    """Its own models are tried as they say, and give moments."""
+    batch = images(3, 1, 28, 28)
+    monkeypatch.setitem(first_step.MODELS, "tiny", Workload("tiny", make, batch))
+    row = first_step.measure("tiny")
+    assert row["name"] == "tiny"
+    assert min(row["plain"], row["first"], row["warm"]) > 0
+    model = make()
+    with varreg.observe(model) as observer:
+        model(batch()[0]).square().mean().backward()
+        assert all(varreg.moments(p) is not None for p in model.parameters())
+        assert len(observer.tracer.trace.escapes) == escapes
 
 
 def test_growth(monkeypatch, tmp_path, capsys):

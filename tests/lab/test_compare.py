@@ -14,9 +14,12 @@ import pytest
 import torch
 
 from varreg.lab.experiments.compare.analysis import analyze
+from varreg.lab.experiments.compare.contrast import Contrast
+from varreg.lab.experiments.compare.estimates import NOTHING, Estimate
 from varreg.lab.experiments.compare.learning_rates import best, grid
 from varreg.lab.experiments.compare.plan import Comparison
 from varreg.lab.experiments.compare.trials import FRESH, ablations_of, log_grid, target
+from varreg.lab.experiments.compare.verdict import final_words
 from varreg.lab.experiments.execution import begin, carry_out
 from varreg.lab.experiments.reproduce.analysis import analyze as analyze_reproduction
 from varreg.lab.experiments.reproduce.analysis import verdict as verdict_of_reproduction
@@ -274,6 +277,44 @@ def test_worse():
     )
     assert found["verdict"][0]["kind"] == "worse"
     assert "higher test loss" in found["verdict"][0]["headline"]
+
+
+@pytest.mark.parametrize(("sign", "word"), [(-1, "lower"), (1, "higher")])
+def test_one_run_that_broke_does_not_hide_what_the_others_say(sign, word):
+    ten = dataclasses.replace(SMALL, seeds=10)
+
+    def test(c):
+        broke = c.seed == FRESH + 3
+        return 1.0 + (c.optimizer == "VRSGD") * (-sign * 4.0 if broke else sign * 0.2) + noise(c)
+
+    results = filled(ten, best_at(0.1), lambda c: 5 + test(c))
+    said = analyze(ten, results)["verdict"][0]
+    assert said["kind"] == "mixed"
+    assert f"a {word} test loss than SGD on 9 of 10 seeds, but by the mean" in said["headline"]
+    assert "median difference" in said["headline"]
+
+
+def test_a_mean_that_the_median_does_not_show_is_said_to_be_one():
+    """The base broke in some runs: the mean is lower, and the others cannot tell."""
+    ten = dataclasses.replace(SMALL, seeds=10)
+
+    def test(c):
+        gain = c.optimizer == "VRSGD" and c.seed % 2 and c.seed < FRESH + 9
+        return 3.0 - 2.0 * gain + noise(c, 0.1)
+
+    said = analyze(ten, filled(ten, best_at(0.1), test))["verdict"][0]
+    assert said["kind"] in ("better", "tuned")
+    assert "by the mean; by the median it cannot be told" in said["headline"]
+
+
+def test_a_mean_against_most_seeds_is_mixed():
+    c = Contrast("VRSGD", "SGD", 0.95, {"test_loss": Estimate(-0.5, -0.9, -0.1)}, NOTHING, NOTHING)
+    zeros = {"seeds": list(range(10)), "lost": [False] * 10, "broke": [False] * 10}
+    a = {**zeros, "name": "VRSGD", "test_loss": [1.1] * 9 + [1.0]}
+    b = {**zeros, "name": "SGD", "test_loss": [1.0] * 9 + [9.0]}
+    kind, words = final_words(c, a, b)
+    assert kind == "mixed"
+    assert "lower mean test loss than SGD, but most seeds say the opposite" in words
 
 
 def test_the_edge_of_the_grid_is_warned_of():

@@ -250,7 +250,7 @@ def test_nothing_is_read_back():
     net = model()
     noise = varreg.NoiseScale(varreg.observe(net))
     backward(net, rows)
-    found = noise._found()
+    found = noise._measured()
     meta = [
         measure.Measured(
             f.parameter.to("meta"),

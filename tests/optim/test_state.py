@@ -1,13 +1,53 @@
-"""Checkpoints of many processes: `torch.distributed.checkpoint`."""
+"""Checkpoints of an earlier release, and those of `torch.distributed.checkpoint`."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from torch import nn
+from torch.nn.utils import parameters_to_vector
 
 import varreg
+from tests.optim.data import write_checkpoints as earlier
 from tests.support.optimizer_table import RULES
 from tests.support.trained_state import BATCH, make, same, statistics
+
+
+def continued(name, load):
+    """Return parameters and λ after three steps more from a checkpoint of release 0.1.0, and those
+    that release 0.1.0 had there. With `load`, the optimizer loads its state from the checkpoint.
+    """
+    file = Path(earlier.__file__).with_name("checkpoints-0.1.0.pt")
+    saved = torch.load(file, weights_only=True)
+    case, model = saved["cases"][name], nn.Linear(3, 2)
+    model.load_state_dict(case["model"])
+    varreg.observe(model)
+    optimizer = earlier.make(name, model)
+    if load:
+        optimizer.load_state_dict(case["optimizer"])
+    earlier.train(model, optimizer, saved["inputs"][earlier.STEPS :])
+    lambdas = [optimizer.lambda_of(p).expand(p.shape).contiguous() for p in model.parameters()]
+    now = parameters_to_vector(model.parameters()).detach(), parameters_to_vector(lambdas)
+    return now, (case["parameters"], case["lambda"])
+
+
+@pytest.mark.parametrize("by_native", [True, False], ids=["native", "torch"])
+@pytest.mark.parametrize("name", earlier.CASES)
+def test_a_checkpoint_of_an_earlier_release_goes_on_as_it_did_there(name, by_native, monkeypatch):
+    if not by_native:
+        monkeypatch.setattr("varreg.optim.collect.choose", lambda *_: None)
+    now, then = continued(name, load=True)
+    for mine, theirs in zip(now, then, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", earlier.CASES)
+def test_it_would_be_seen_if_the_state_of_a_checkpoint_were_not_loaded(name):
+    now, then = continued(name, load=False)
+    for mine, theirs in zip(now, then, strict=True):
+        assert (mine - theirs).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("name", RULES)

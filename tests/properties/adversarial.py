@@ -3752,6 +3752,215 @@ experts(with_capacity, refused, "capacity", batches=(5,))
 experts(sorted_by_expert, exact, "sorted-by-expert")
 experts(wrongly_put_back, refused, "sorted-and-left-so")
 experts(picked_samples, exact, "samples-by-a-mask")
+# Experts that are stacked in one parameter, as Hugging Face writes them: the number of an expert
+# that somebody chose is a tensor, and reads a slice of the parameter.
+
+_K = "moe"
+
+
+def hit_experts(mask: Tensor) -> Tensor:
+    """Return the numbers of the experts that any token of the batch chose, one in a row."""
+    return torch.greater(mask.sum((-1, -2)), 0).nonzero()
+
+
+def stacked(top: int, pick: Callable[[Tensor, Tensor], Tensor] = lambda w, e: w[e]):
+    """Return a forward with the best `top` experts for each token; `pick(parameter, number)` reads
+    the expert's slice.
+    """
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, 3)
+        weights, chosen = (s.router(tokens) + s.prefer).softmax(-1).topk(top, -1)
+        out = torch.zeros_like(tokens)
+        with torch.no_grad():
+            mask = F.one_hot(chosen, len(s.up) + 1).permute(2, 1, 0)
+            hit = hit_experts(mask)
+        for row in hit:
+            e = row[0]
+            if e == len(s.up):
+                continue
+            at, rows = torch.where(mask[e])
+            gate, up = F.linear(tokens[rows], pick(s.up, e), pick(s.shift, e)).chunk(2, -1)
+            done = F.linear(F.silu(gate) * up, pick(s.down, e)) * weights[rows, at, None]
+            out.index_add_(0, rows, done)
+        return out.view(x.shape)
+
+    return forward
+
+
+def stack(experts: int, prefer: float = 0.0, **frozen: bool) -> dict[str, Callable[[], Any]]:
+    """Return the parts of a layer of stacked experts. A large `prefer` keeps all tokens from the
+    last expert. Parameters in `frozen` are not trained.
+    """
+
+    def part(name: str, *shape: int) -> Callable[[], nn.Parameter]:
+        return lambda: nn.Parameter(torch.randn(shape), requires_grad=not frozen.get(name, False))
+
+    def preference() -> nn.Parameter:
+        values = torch.zeros(experts)
+        values[-1] = -prefer
+        return nn.Parameter(values, requires_grad=False)
+
+    return {
+        "router": linear(3, experts),
+        "prefer": preference,
+        "up": part("up", experts, 4, 3),
+        "shift": part("shift", experts, 4),
+        "down": part("down", experts, 3, 2),
+    }
+
+
+_sizes = {"batches": (4, 3, 2, 1)}
+for _experts, _top in ((4, 1), (4, 2), (2, 2), (3, 1)):
+    exact(_K, f"stacked-{_top}-of-{_experts}", made(stacked(_top), **stack(_experts)),
+          normal(4, 3), **_sizes)  # fmt: skip
+exact(_K, "stacked-one-token", made(stacked(1), **stack(4)), normal(1, 3), **_sizes)
+exact(_K, "stacked-two-tokens", made(stacked(2), **stack(4)), normal(2, 3), **_sizes)
+exact(_K, "stacked-samples-as-tokens", made(stacked(2), **stack(4)), normal(3), **_sizes)
+exact(_K, "stacked-alike", made(stacked(1), **stack(4)), alike(4, 3), **_sizes)
+exact(_K, "stacked-first-two-alike", made(stacked(2), **stack(3)), first_two_alike(4, 3), **_sizes)
+for _top in (1, 2):
+    exact(_K, f"stacked-{_top}-and-one-that-nobody-chose", made(stacked(_top), **stack(3, 99.0)),
+          normal(4, 3), **_sizes)  # fmt: skip
+    for _size in (1, 2, 3):
+        exact(_K, f"stacked-{_top}-accumulated-by-{_size}", made(stacked(_top), **stack(4)),
+              normal(4, 3), use=accumulated(_size))  # fmt: skip
+for _name in ("up", "shift", "down"):
+    exact(_K, f"stacked-frozen-{_name}", made(stacked(2), **stack(4, **{_name: True})),
+          normal(4, 3), **_sizes)  # fmt: skip
+exact(_K, "stacked-all-frozen", made(stacked(2), **stack(4, up=True, shift=True, down=True)),
+      normal(4, 3), **_sizes)  # fmt: skip
+for _name, _pick in {
+    "ellipsis": lambda w, e: w[e, ...],
+    "slice": lambda w, e: w[e, :],
+    "int": lambda w, e: w[int(e)],
+    "int32": lambda w, e: w[e.int()],
+    "of-a-product": lambda w, e: (w * 2.0)[e],
+}.items():
+    exact(_K, f"stacked-by-{_name}", made(stacked(1, _pick), **stack(3)), normal(4, 3),
+          **_sizes)  # fmt: skip
+for _name, _pick in {
+    "index-select": lambda w, e: w.index_select(0, e[None])[0],
+    "select": lambda w, e: w.select(0, e),
+    "unbind": lambda w, e: w.unbind(0)[e],
+    "a-mask": lambda w, e: w[torch.arange(len(w)) == e][0],
+}.items():
+    either(_K, f"stacked-by-{_name}", made(stacked(1, _pick), **stack(3)), normal(4, 3),
+           **_sizes)  # fmt: skip
+
+# Tokens that are put back, of which the first ones are of one sample only.
+
+
+def put_back(order: Callable[[int], list[int]], *, use: str = "index_add_"):
+    """Return a forward that writes tokens to their positions: one, then the rest. `order(tokens)`
+    tells which token comes to which position.
+    """
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        tokens = s.fc(x.reshape(-1, 3))
+        taken = torch.tensor(order(len(tokens)))
+        out = torch.zeros_like(tokens)
+        for part in (slice(1, 2), slice(0, 1), slice(2, None)):
+            getattr(out, use)(0, torch.arange(len(tokens))[part], tokens[taken[part]])
+        return s.gate(out.view(x.shape))
+
+    return forward
+
+
+def _turned(n: int) -> list[int]:
+    return [*range(4, n), *range(min(n, 4))]
+
+
+for _name in ("index_add_", "index_copy_"):
+    exact(_K, f"one-token-first-{_name}",
+          made(put_back(lambda n: list(range(n)), use=_name), fc=linear(), gate=linear()),
+          normal(4, 3), **_sizes)  # fmt: skip
+    refused(_K, f"one-token-first-of-another-sample-{_name}",
+            made(put_back(_turned, use=_name), fc=linear(), gate=linear()),
+            normal(4, 3), **_sizes)  # fmt: skip
+
+# The number of an expert, where it lets samples meet.
+
+for _name, _number in {
+    "most-popular": lambda g: g.sum(0).argmax(),
+    "largest-chosen": lambda g: g.argmax(1).max(),
+    "first-hit": lambda g: hit_experts(F.one_hot(g.argmax(1), 4).permute(1, 0)[:, None])[0, 0],
+    "last-hit": lambda g: hit_experts(F.one_hot(g.argmax(1), 4).permute(1, 0)[:, None])[-1, 0],
+    "most-common": lambda g: g.argmax(1).bincount(minlength=4).argmax(),
+    "count": lambda g: (g[:, 0] > 0.25).sum() % 4,
+    "first-of-a-sort": lambda g: g.argmax(1).sort().values[0],
+    "median": lambda g: g.argmax(1).median(),
+}.items():
+    refused(_K, f"{_name}-expert-for-all",
+            made(lambda s, x, f=_number: s.fc(x) @ s.w[f(s.router(x).softmax(-1))],
+                 fc=linear(), router=linear(3, 4), w=weight(4, 3, 3)),
+            normal(3), batches=(4, 3, 1))  # fmt: skip
+    refused(_K, f"{_name}-constant-for-all",
+            made(lambda s, x, f=_number: s.fc(x) * torch.tensor([0.5, 1.0, 2.0, 3.0])[
+                f(s.router(x).softmax(-1))], fc=linear(), router=linear(3, 4)),
+            normal(3), batches=(4, 3, 1))  # fmt: skip
+    # as many in each sample: then the number of samples alone decides, and a warning says so
+    refused(_K, f"{_name}-feature-for-all",
+            made(lambda s, x, f=_number: (h := s.fc(x)) * h[:, f(s.router(x).softmax(-1))][:, None],
+                 fc=linear(3, 4), router=linear(3, 4)),
+            normal(3), batches=(4, 3, 1), told=COUNTED)  # fmt: skip
+refused(
+    _K,
+    "sample-that-the-batch-chose",
+    made(
+        lambda s, x: (h := s.fc(x)) + h[s.router(x).sum(1).argmax()],
+        fc=linear(),
+        router=linear(3, 4),
+    ),
+    normal(3),
+    batches=(4, 3, 1),
+)
+refused(
+    _K,
+    "number-of-the-expert-as-a-factor",
+    made(
+        lambda s, x: s.fc(x) * (1 + s.router(x).sum(0).argmax()),
+        fc=linear(),
+        router=linear(3, 4),
+    ),
+    normal(3),
+    batches=(4, 3, 1),
+)
+refused(
+    _K,
+    "experts-that-others-hit",
+    made(
+        lambda s, x: sum(
+            F.linear(s.fc(x), s.w[row[0]])
+            for row in F.one_hot(s.router(x).argmax(1), 4).sum(0).nonzero()
+        ),
+        fc=linear(),
+        router=linear(3, 4),
+        w=weight(4, 3, 3),
+    ),
+    normal(3),
+    batches=(4, 3, 1),
+)
+refused(
+    _K,
+    "experts-that-others-hit-before-a-gate-of-zero",
+    made(
+        lambda s, x: (
+            s.fc(x)
+            + s.gate
+            * sum(
+                F.linear(s.fc(x), s.w[row[0]])
+                for row in F.one_hot(s.router(x).argmax(1), 4).sum(0).nonzero()
+            )
+        ),
+        fc=linear(),
+        router=linear(3, 4),
+        w=weight(4, 3, 3),
+        gate=zero(3),
+    ),
+    normal(3),
+    batches=(4, 3),
+)
 exact(
     _J,
     "expert-that-nobody-chose",

@@ -16,6 +16,7 @@ SAYS = {
     "better": "**lower**",
     "tuned": "lower, not by λ",
     "worse": "higher",
+    "mixed": "most seeds and the mean differ",
     "unknown": "not known",
 }
 """A verdict in few words."""

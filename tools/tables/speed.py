@@ -136,7 +136,10 @@ def _in_words(steps: Saved) -> str:
     """Return the sentences below the small table."""
     used = [row["bytes"] for row in steps["rows"] if "bytes" in row]
     memory = [peaks["exact"][0] / peaks["plain"][0] for peaks in used]
-    said = [f"Peak memory is {min(memory):.2f} to {max(memory):.2f} times that of plain training."]
+    said = []
+    if memory:
+        span = f"{min(memory):.2f} to {max(memory):.2f}"
+        said = [f"Peak memory is {span} times that of plain training."]
     if not any("calibrate=True" in row["optimizer"] for row in steps["rows"]):
         said.insert(0, "These steps are without `calibrate=True`, which adds a pass over memory.")
     return "\n".join(said)

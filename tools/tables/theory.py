@@ -158,7 +158,8 @@ def claims(saved: Saved) -> str:
         ["S2.1", "the bounded forms are the solution, to first order",
          f"{number('S2.1', 'rational'):.3f} of its slope", "1", "", "**does not hold**"],
     ]  # fmt: skip
-    table = markdown(["claim", "in words", "measured", "bound", "slack", "verdict"], rows)
+    rows = [[*row[:2], row[-1], *row[2:-1]] for row in rows]  # the verdict first, then numbers
+    table = markdown(["claim", "in words", "verdict", "measured", "bound", "slack"], rows)
     return table.replace("---:", "---")  # some cells are sentences, whose lines must break
 
 

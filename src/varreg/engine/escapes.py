@@ -61,7 +61,7 @@ def try_escapes(
         observer.notices.untried_escape(path, function)
         return
     given, wanted = _placed(inputs, outputs)
-    passed = {id(t) for t in tensors_of((args, kwargs))}  # a hook may have replaced them
+    passed = {id(t) for t in tensors_of((args, kwargs))}  # a hook may have replaced inputs
     given = [(t, at) for t, at in given if id(t) in passed]
     if not wanted:
         return  # no tensor that could depend on the value gets a gradient

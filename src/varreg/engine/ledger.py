@@ -98,7 +98,7 @@ class Ledger:
         self.was_warned = False  # True: the user was warned that a use of it is not seen
         self.gradient = GradientWatch()
 
-        self.uses: set[int] = set()  # ids of uses whose graph exists: a backward may run there
+        self.uses: set[int] = set()  # ids of uses whose graph exists: a backward may reach them
         self.awaited = 0  # uses that a re-entrant checkpoint will add; they have no graph yet
         self.is_reused = False  # True: some window had several uses; always wait for all
         self.may_share_total = False  # True: S may share the memory of p.grad in this window

@@ -1,4 +1,4 @@
-"""Gradients whose squares overflow or underflow float32: change the sums to float64, and back.
+"""Gradients whose squares overflow or underflow float32: compute the sums in float64 then.
 
 ρ does not depend on the size of gradients, so it must not fail for 1e-20 or 1e25.
 """

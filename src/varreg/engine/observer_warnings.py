@@ -49,10 +49,10 @@ class Notices:
             f"batch_dim={dim}).",
         )
 
-    def slots(self, where: str, names: str, batch: int) -> None:
+    def row_per_sample(self, where: str, names: str, batch: int) -> None:
         """Warn of parameters that have a different row for each position in the batch."""
         self.once(
-            "slots",
+            "row per sample",
             f"varreg: in {where}, parameters ({names}) have a row for each of the {batch} "
             "positions in the batch: samples in another order would give them other gradients. "
             "varreg measures the samples in this order. If the batch is in another dimension, use "

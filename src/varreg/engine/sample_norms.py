@@ -120,13 +120,15 @@ def _(c: Outer) -> Tensor:
 @squared.register
 def _(c: SparseRows) -> Tensor:
     """Return the squares of the rows that a sample looked up. Contributions to one row are added up
-    first.
+    first. No size depends on values, which a device would have to wait for.
     """
-    b = len(c.ids)
+    b, r = c.ids.shape
     if not c.ids.numel():
         return c.dy.new_zeros(b)
-    samples = torch.arange(b, device=c.ids.device).unsqueeze(1)
-    keys, place = (c.ids + samples * c.shape[0]).flatten().unique(return_inverse=True)
-    rows = c.dy.new_zeros(len(keys), c.shape[1]).index_add_(0, place, c.dy.flatten(0, 1))
-    each = _squares(rows)
-    return each.new_zeros(b).index_add_(0, keys // c.shape[0], each)
+    ids, order = c.ids.sort(1)
+    is_next = ids.new_zeros(b, r)  # 1 where a row begins that the sample has not looked up before
+    is_next[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    first = torch.arange(0, b * r, r, device=ids.device).unsqueeze(1)
+    place = torch.empty_like(ids).scatter_(1, order, is_next.cumsum(1) + first)
+    rows = c.dy.new_zeros(b * r, c.shape[1]).index_add_(0, place.flatten(), c.dy.flatten(0, 1))
+    return _squares(rows).view(b, r).sum(1)

@@ -148,6 +148,6 @@ def _(c: Outer, with_total: bool = True) -> tuple[TotalAndSpread, TotalAndSpread
         if (found := native.single(delta, a)) is not None:
             total = (delta.t() @ a).view(c.shape) if with_total else None
             return (total, found[0]), None if c.bias is None else (c.bias.total(), found[1])
-    if r == 1 or 2 * r * (o + i) < o * i:  # Gram matrices are cheap
+    if r == 1 or 2 * r * (o + i) < o * i:  # products of rows cost less than W
         return (c.total() if with_total else None, squared(c).sum()), None
     return measured_with_bias.dispatch(Weight)(c, with_total)

@@ -8,13 +8,14 @@ precision, or it is on a device. It also keeps S for a window that compares S wi
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from varreg import native
-from varreg.devices import widest
+from varreg import _torch, native
+from varreg.devices import has_float64
 from varreg.engine.contribution import Contribution, Weight, stat_dtype
 from varreg.engine.ledger import Ledger
 from varreg.engine.mechanisms.pull_back import eps_of
@@ -26,6 +27,7 @@ from varreg.engine.total_squares import (
 )
 from varreg.engine.totals import Totals
 from varreg.errors import MeasurementError
+from varreg.few_launches import by_type
 from varreg.thresholds import LARGEST_SQUARE, SAME_LENGTH, SMALLEST_SQUARE
 
 _ZERO, _ONE = torch.zeros((), device="cpu"), torch.ones((), device="cpu")
@@ -87,7 +89,8 @@ class TotalsLedger(Ledger):
             least = SMALLEST_SQUARE * contribution.shape.numel()
             if not least <= square <= LARGEST_SQUARE and (total is None or bool(total.any())):
                 square = self._in_float64(contribution)
-        self.spread = self.spread + square
+        is_first = isinstance(self.spread, float) and not self.spread
+        self.spread = square if is_first else self.spread + square
         if self.keeps and total is not None:
             self.kept_total = total if self.kept_total is None else self.kept_total + total
         if not (self.arriving and self.arriving <= self.forwards):
@@ -113,13 +116,10 @@ class TotalsLedger(Ledger):
             self.is_check_missed |= self.is_check_due and self.kept_total is None
 
     def _sum_up(self, S: Tensor | None) -> None:
-        """Note |S|² and ΣW."""
-        if S is not None:
+        """Note |S|² and ΣW. On a device, `sum_up_on_device` does that for all ledgers."""
+        if S is not None and S.is_cpu:
             self.length1, self.length2 = lengths(S)
-            if isinstance(self.length2, Tensor):
-                self.total = self.square = self.length2
-            else:
-                self.total, self.square = _ONE if self.length2 else _ZERO, _ONE
+            self.total, self.square = _ONE if self.length2 else _ZERO, _ONE
 
     def _is_unchanged(self, grad: Tensor | None) -> bool:
         """Return whether a gradient is still as long as it was when it was measured."""
@@ -136,11 +136,13 @@ class TotalsLedger(Ledger):
                     "per='model' or per='tensor' they are complete when backward() has returned."
                 )
             self._sum_up(self.kept_total)
+            sum_up_on_device([self])
         m = super().read(p, stepping)
         if m is None:
             return None
         spread = self.spread
-        if isinstance(spread, Tensor):  # it is not known yet whether squares left their range
+        # it is not known yet whether squares left their range; a step looks at the number itself
+        if isinstance(spread, Tensor) and not stepping:
             known = (spread >= SMALLEST_SQUARE * p.numel()) & (spread <= LARGEST_SQUARE)
             spread = spread.where(known | ((spread == 0) & (m.total == 0)), torch.nan)
         rounding = eps_of(stat_dtype(p.dtype))
@@ -158,11 +160,35 @@ class TotalsLedger(Ledger):
         )
 
 
-def lengths(t: Tensor) -> tuple[Any, Any]:
-    """Return Σ|t_p| and |t|², summed up in float64: floats, of a tensor on the CPU."""
-    if not t.is_cpu:
-        sums = [torch.linalg.vector_norm(t, n) for n in (1, 2)]
-        return widest(sums[0]), widest(sums[1]).square()
+def sum_up_on_device(ledgers: Iterable[Ledger]) -> None:
+    """Note |S|² of ledgers on devices, in few launches for all of them."""
+    kept = [
+        (x, x.kept_total)
+        for x in ledgers
+        if isinstance(x, TotalsLedger) and x.kept_total is not None
+    ]
+    known = {id(S): (ledger, S) for ledger, S in kept if not S.is_cpu}
+    for alike in by_type([S for _, S in known.values()]):
+        sums = lengths_on_device(alike).unbind(1)
+        for S, (length1, length2) in zip(alike, map(torch.unbind, sums), strict=True):
+            ledger, _ = known[id(S)]
+            ledger.length1, ledger.length2 = length1, length2
+            ledger.total = ledger.square = length2
+
+
+def lengths_on_device(tensors: list[Tensor]) -> Tensor:
+    """Return Σ|t_p| and |t|² of tensors of one type and device, `[2, n]`, in float64 if the device
+    has it.
+    """
+    wide = torch.float64 if has_float64(tensors[0].device) else None
+    norms = [norm for n in (1, 2) for norm in _torch.foreach_norm(tensors, n, wide)]
+    both = torch.stack(norms).view(2, -1)
+    both[1].square_()
+    return both
+
+
+def lengths(t: Tensor) -> tuple[float, float]:
+    """Return Σ|t_p| and |t|² of a tensor on the CPU, summed up in float64."""
     found = native.lengths(t) if has_kernels() else None
     # where squares leave the range of float32, they are computed in float64
     if found is not None and (found[0] == 0 or SMALLEST_SQUARE < found[1] < LARGEST_SQUARE):

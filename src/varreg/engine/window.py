@@ -22,7 +22,7 @@ from varreg.engine.ledger import Ledger
 from varreg.engine.on_device import copy_sums
 from varreg.engine.parameters import Parameters, warn_unmeasured
 from varreg.engine.partition import Partition
-from varreg.engine.totals_ledger import TotalsLedger
+from varreg.engine.totals_ledger import TotalsLedger, sum_up_on_device
 from varreg.engine.trace.eager import runs_as_it_is, uncompiled
 from varreg.errors import MeasurementError
 from varreg.few_launches import square_pending_roots
@@ -155,6 +155,7 @@ class Window:
             on_device |= not p.is_cpu
         if on_device:
             square_pending_roots()
+            sum_up_on_device(ledger for _, ledger in reached.values())
             known = self.parameters.known
             measured = copy_sums([known[key] for key in known if key in reached])
         for p, ledger in others:

@@ -13,6 +13,7 @@ import torch
 
 import varreg
 from varreg import native
+from varreg.backends import BACKENDS
 
 
 def cores() -> int:
@@ -76,11 +77,31 @@ def device_name(device: str) -> str:
     return device if name is None else f"{device} ({name(torch.device(device))})"
 
 
+def device_kernels(device: str) -> dict[str, Any]:
+    """Return which kernels serve a device, with the options of kernels in Triton."""
+    backend = BACKENDS[torch.device(device).type]
+    found: dict[str, Any] = {"status": backend.status(), "triton": False}
+    if getattr(backend, "__name__", "") == "varreg.triton":
+        from varreg.triton.settings import SETTINGS
+
+        found |= {"triton": True, "precision": SETTINGS.precision, "tile": list(SETTINGS.tile)}
+    return found
+
+
+def _kernels(device: str) -> str:
+    """Return the same in words."""
+    found = device_kernels(device)
+    if not found["triton"]:
+        return f"no kernels ({found['status']})"
+    tile = "×".join(map(str, found["tile"][:3]))
+    return f"{found['status']}, {found['precision']}, tile {tile}, {found['tile'][3]} warps"
+
+
 def machine(device: str = "cpu") -> str:
     """Return one line of text with everything that a measured time depends on."""
     e = environment()
     threads = torch.get_num_threads()
     used = f"{threads} thread{'s' * (threads > 1)} on {e['cores']} core{'s' * (e['cores'] > 1)}"
     versions = f"Python {e['python']}, torch {e['torch']}, native library {e['kernels']}"
-    on = "" if device == "cpu" else f"{device_name(device)}, beside "
+    on = "" if device == "cpu" else f"{device_name(device)}, {_kernels(device)}, beside "
     return f"{on}{e['processor']}, {used}, {versions}"

@@ -31,16 +31,16 @@ def sources() -> str:
     return "".join(path.read_text() for path in sorted(SOURCES.glob("*.[ch]")))
 
 
-def build(compiler: list[str], flags: list[str], header: str, made: Path) -> None:
-    """Compile the kernels to `made`, with threads if possible. Raise a RuntimeError if the compiler
-    fails.
+def build(compiler: list[str], flags: list[str], header: str, output: Path) -> None:
+    """Compile the kernels to the file `output`, with threads if possible. Raise a RuntimeError if
+    the compiler fails.
 
     With gcc, the threads are those of libgomp, which torch has loaded. With clang, they are those
     of threads.c, which needs no OpenMP library.
     """
-    (made.parent / "contract.h").write_text(header)
+    (output.parent / "contract.h").write_text(header)
     kernels, threads = str(SOURCES / "kernels.c"), str(SOURCES / "threads.c")
-    common = [*compiler, *FLAGS, *flags, f"-I{made.parent}", kernels, "-o", str(made)]
+    common = [*compiler, *FLAGS, *flags, f"-I{output.parent}", kernels, "-o", str(output)]
     if "clang" in _run([*compiler, "--version"]):
         _run([*common, threads, "-Xclang", "-fopenmp", "-pthread"])
         return
@@ -54,5 +54,5 @@ def _run(command: list[str]) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        said = str(getattr(error, "stderr", "") or error).strip().splitlines()
-        raise RuntimeError(f"{command[0]} did not work: {said[-1]}") from error
+        message = str(getattr(error, "stderr", "") or error).strip().splitlines()
+        raise RuntimeError(f"{command[0]} did not work: {message[-1]}") from error

@@ -60,7 +60,7 @@ def find(folder: Path, key: str) -> Path | None:
     return None
 
 
-def keep(folder: Path, key: str, made: Path) -> Path:
+def keep(folder: Path, key: str, library: Path) -> Path:
     """Copy a library into the folder, and return its path there; return the old path if the copy
     fails. Remove other files with that key: they are damaged.
     """
@@ -68,12 +68,12 @@ def keep(folder: Path, key: str, made: Path) -> Path:
         for path in folder.glob(f"kernels-{key}-*{SUFFIX}"):
             path.unlink()
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            copy = Path(shutil.copyfile(made, Path(temporary) / made.name))
+            copy = Path(shutil.copyfile(library, Path(temporary) / library.name))
             copy.chmod(stat.S_IRWXU)
             # rename it when it is complete, so that no other process sees a part of it
             return copy.replace(folder / _name(key, copy))
     except OSError:
-        return made
+        return library
 
 
 @contextlib.contextmanager

@@ -79,12 +79,12 @@ def outer(
     a: Tensor,
     groups: int,
     bias: bool = False,
-    alone: bool = False,
+    sum_only: bool = False,
     norms: bool = False,
 ) -> Sums | None:
     """Return the sums of c_b = Σ_r δ_br ⊗ a_br, with δ `[b, r, o]` and a `[b, r, i]`; None where
-    PyTorch is needed. With `alone`, compute only the sum of W, in place of W. With `norms`, compute
-    |c_b|², too, if each group has one sample.
+    PyTorch is needed. With `sum_only`, compute the sum of W over its elements, in place of W.
+    With `norms`, compute |c_b|², too, if each group has one sample.
     """
     (b, r, o), i = delta.shape, a.shape[2]
     if not (b and r and o and i and library.serves(delta, a)):
@@ -92,14 +92,14 @@ def outer(
     delta, a = delta.contiguous(), a.contiguous()
     threads = _threads(b * r * o * i)
     total = delta.new_empty(o, i)
-    square = a.new_zeros(threads, dtype=torch.float64) if alone else torch.empty_like(total)
+    square = a.new_zeros(threads, dtype=torch.float64) if sum_only else torch.empty_like(total)
     both = delta.new_empty(2, o) if bias else None
     row = o + PANEL * threads  # packed numbers per row
     group = -(-b // groups) * r  # rows of the largest group
     at_once = min(max(1, PACKED // (group * row)), groups)
     memory = _SCRATCH.room(b * o + group * at_once * row + 2 * PANEL * (threads + 1), delta)
-    name, sizes = "outer_spread" if alone else "outer", (b, groups, r, o, i, at_once)
-    if norms and groups == b and not alone:
+    name, sizes = "outer_spread" if sum_only else "outer", (b, groups, r, o, i, at_once)
+    if norms and groups == b and not sum_only:
         extra = _extra(b, threads)
         tensors = (delta, a, total, square, extra, both, memory)
         library.call("outer_norms", tensors, sizes, (), threads)
@@ -125,7 +125,7 @@ def conv(
     per: int = 1,
     parts: int = 1,
     bias: bool = False,
-    alone: bool = False,
+    sum_only: bool = False,
     norms: bool = False,
 ) -> Sums | None:
     """Return the sums of a convolution's kernel `[o, c/parts, *kernel]`, from x `[b·per, c, …]` and
@@ -133,9 +133,9 @@ def conv(
 
     `padding` is the padding before the first pixel, `per` the number of images of a sample, and
     `parts` the number of parts into which the convolution divides its channels. Torch calls these
-    parts groups; here, groups are groups of samples. With `alone`, compute only the sum of W, in
-    place of W. With `norms`, compute |c_b|², too, if each group has one sample; not for a depthwise
-    convolution.
+    parts groups; here, groups are groups of samples. With `sum_only`, compute the sum of
+    W over its elements, in place of W. With `norms`, compute |c_b|², too, if each group has one
+    sample; not for a depthwise convolution.
     """
     if x.dim() not in (3, 4) or not (x.numel() and delta.numel() and library.serves(x, delta)):
         return None
@@ -158,14 +158,14 @@ def conv(
         x.shape, x_last, delta.shape, delta_last, how, groups, per, parts, x.dtype, threads
     )
     memory = _SCRATCH.room(shape.scratch, x)
-    square = x.new_zeros(threads, dtype=torch.float64) if alone else torch.empty_like(total)
+    square = x.new_zeros(threads, dtype=torch.float64) if sum_only else torch.empty_like(total)
     batch = x.shape[0] // per
-    if norms and groups == batch and not (alone or depthwise):
+    if norms and groups == batch and not (sum_only or depthwise):
         extra = _extra(batch, threads)
         tensors = (x, delta, total, square, extra, both, memory)
         library.call("conv_norms", tensors, (), (), threads, shape)
         return Sums(total, square, both, norms=extra[:batch])
-    name = ("depthwise" if depthwise else "conv") + "_spread" * alone
+    name = ("depthwise" if depthwise else "conv") + "_spread" * sum_only
     library.call(name, (x, delta, total, square, both, memory), (), (), threads, shape)
     return Sums(total, square, both)
 

@@ -37,7 +37,7 @@ def status() -> str:
 def serves(*tensors: Tensor) -> bool:
     """Return whether the library is loaded and can work on these tensors: of one type that it
     knows, on the CPU, and with memory. Fake tensors have no memory, nor have the batched tensors of
-    `torch.func`. Tensors that are created now must have memory, too.
+    `torch.func`. Return False while FakeTensorMode is active: new tensors would have no memory.
     """
     if dispatch_modes() and is_faking():
         return False
@@ -125,10 +125,10 @@ def load() -> tuple[ctypes.CDLL | None, str]:
     """
     if os.environ.get("VARREG_NATIVE") == "0":
         return None, "switched off by VARREG_NATIVE=0"
-    more = shlex.split(os.environ.get("VARREG_NATIVE_FLAGS", ""))
+    extra_flags = shlex.split(os.environ.get("VARREG_NATIVE_FLAGS", ""))
     try:
-        library = None if more else _prebuilt()
-        library = library or _compiled([*_for_this_processor(), *more])
+        library = None if extra_flags else _prebuilt()
+        library = library or _compiled([*_for_this_processor(), *extra_flags])
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error) or type(error).__name__
         warnings.warn(
@@ -160,8 +160,9 @@ def _compiled(flags: list[str]) -> ctypes.CDLL:
     """Return the library for this processor. Load it if it is in the cache; wait if another process
     compiles it; else compile it. Without a cache folder, load it from a temporary folder.
     """
-    said = os.environ.get("CC", "")
-    content = [contract.header(), build.sources(), *build.FLAGS, *flags, said, _processor()]
+    compiler_from_env = os.environ.get("CC", "")
+    content = [contract.header(), build.sources(), *build.FLAGS, *flags]
+    content += [compiler_from_env, _processor()]
     key = hashlib.sha256("\n".join(content).encode()).hexdigest()[:16]
     folder = cache.open_folder()
     kept = folder and cache.find(folder, key)
@@ -176,14 +177,16 @@ def _compiled(flags: list[str]) -> ctypes.CDLL:
         kept = folder and cache.find(folder, key)  # another process may have compiled it
         if kept:
             return ctypes.CDLL(str(kept))
-        compiler = said or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+        installed = filter(None, map(shutil.which, ("cc", "gcc", "clang")))
+        compiler = compiler_from_env or next(installed, None)
         if compiler is None:
             raise RuntimeError("no C compiler was found")
-        where = f"kept in {folder}" if folder else "for this process alone"
-        print(f"varreg: compiling native code, {where}; some ten seconds", file=sys.stderr)
-        made = Path(temporary) / f"kernels{cache.SUFFIX}"
-        build.build(shlex.split(compiler), flags, contract.header(), made)
-        return ctypes.CDLL(str(cache.keep(folder, key, made) if folder else made))
+        place = f"kept in {folder}" if folder else "for this process alone"
+        print(f"varreg: compiling native code, {place}; some ten seconds", file=sys.stderr)
+        compiled_path = Path(temporary) / f"kernels{cache.SUFFIX}"
+        build.build(shlex.split(compiler), flags, contract.header(), compiled_path)
+        path = cache.keep(folder, key, compiled_path) if folder else compiled_path
+        return ctypes.CDLL(str(path))
 
 
 def _share_threads(library: ctypes.CDLL) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from varreg.native import layer_sums, library
 
-outer = functools.partial(layer_sums.outer, alone=True)
-conv = functools.partial(layer_sums.conv, alone=True)
+outer = functools.partial(layer_sums.outer, sum_only=True)
+conv = functools.partial(layer_sums.conv, sum_only=True)
 
 
 def lengths(t: Tensor) -> tuple[float, float] | None:

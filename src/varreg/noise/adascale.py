@@ -143,7 +143,7 @@ class AdaScale:
 
     def _measure(self) -> float:
         """Update the averages with the current moments, and return the gain of the next step."""
-        found = _found(self.optimizer)
+        found = _measured(self.optimizer)
         m = measure.samples(found)
         if m < self.base_batch:
             raise VarregError(
@@ -215,7 +215,7 @@ def _scaled(optimizer: Optimizer, factor: float) -> Iterator[None]:
             group["lr"] = lr
 
 
-def _found(optimizer: Optimizer) -> list[measure.Measured]:
+def _measured(optimizer: Optimizer) -> list[measure.Measured]:
     """Return the moments of the optimizer's parameters. Raise a MeasurementError if a parameter has
     a gradient but no moments.
     """

@@ -93,11 +93,11 @@ def fisher(
     if batches is not None:
         total = batches if total is None else min(batches, total)
     rest = itertools.islice(iter(loader), sums.batches, batches)
-    left = None if total is None else total - sums.batches
+    batches_left = None if total is None else total - sums.batches
     saved = time.monotonic()
     try:
         with sums:
-            for batch in bar(rest, f"Fisher, {kind}", left, progress):
+            for batch in bar(rest, f"Fisher, {kind}", batches_left, progress):
                 if samples is not None and sums.samples >= samples:
                     break
                 sums.update(*_pair(batch), most=None if samples is None else samples - sums.samples)

@@ -45,9 +45,9 @@ def _for_every_label(loss: Loss, logits: Tensor, m: int) -> Iterator[Callable[[]
     roots = F.softmax(logits.detach(), 1).sqrt()
     classes = logits.shape[1]
     for y in range(classes):
-        at = logits.detach().requires_grad_()
-        value = value_of(loss, at, torch.full((m,), y, device=logits.device))
-        (grad,) = torch.autograd.grad(value, at)
+        leaf = logits.detach().requires_grad_()
+        value = value_of(loss, leaf, torch.full((m,), y, device=logits.device))
+        (grad,) = torch.autograd.grad(value, leaf)
         weighted = grad * (m * roots[:, y]).unsqueeze(1)
 
         def run(grad: Tensor = weighted, is_last: bool = y == classes - 1) -> None:

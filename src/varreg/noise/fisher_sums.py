@@ -102,10 +102,10 @@ class FisherSums:
             raise VarregError("varreg: fisher expects inputs with samples along dimension 0.")
         if most is not None and most < m:
             x, y, m = cut(x, m, 0, most), cut(y, m, 0, most), most
-        found = None
+        measured = None
         with torch.enable_grad():
             for _ in range(2 if m else 0):  # measure a second time if squares need float64
-                if (found := self._measure(self._observer, x, y, m)) is not None:
+                if (measured := self._measure(self._observer, x, y, m)) is not None:
                     break
             else:
                 if m:
@@ -113,7 +113,7 @@ class FisherSums:
                         "varreg: squares of gradients leave the range of float32, and their device "
                         "has no float64. Run on the CPU, or with model.double()."
                     )
-        samples, added = found or (0, {})
+        samples, added = measured or (0, {})
         squares = {
             n: (t + added[n].to(t.dtype) if n in added else t)
             for n, t in self._sums.squares.items()
@@ -141,17 +141,17 @@ class FisherSums:
             for p, ledger in observer.parameters:
                 if id(p) not in self._names:
                     continue
-                found = ledger.read(p)
-                if found is None and ledger.is_unmeasured(p):
+                moments = ledger.read(p)
+                if moments is None and ledger.is_unmeasured(p):
                     raise VarregError(_unmeasured(ledger.name))
-                if found is not None:
-                    if leaves_range(found.total, found.square):
-                        ledger.is_float64 = has_float64(found.square.device)
+                if moments is not None:
+                    if leaves_range(moments.total, moments.square):
+                        ledger.is_float64 = has_float64(moments.square.device)
                         is_known = False
                     ranks = observer.grouping.world if is_sharded(p) else 1
-                    samples = _counted(ledger.name, found.count, m, is_sharded(p))
+                    samples = _counted(ledger.name, moments.count, m, is_sharded(p))
                     # FSDP averages over ranks: a sample contributes g_i/ranks
-                    part = found.square * ranks**2 if ranks > 1 else found.square
+                    part = moments.square * ranks**2 if ranks > 1 else moments.square
                     name = self._names[id(p)]
                     squares[name] = squares[name] + part if name in squares else part
                 p.grad = None
@@ -179,21 +179,23 @@ class FisherSums:
         """Add up the sums of all processes, so that all processes have the same sums. The sums of
         sharded parameters contain all processes already.
         """
-        whole = [t for n, t in self._sums.squares.items() if not is_sharded(self._parameters[n])]
-        if not whole:
+        unsharded = [
+            t for n, t in self._sums.squares.items() if not is_sharded(self._parameters[n])
+        ]
+        if not unsharded:
             return
-        numbers = torch.tensor([self.samples, self.batches], device=whole[0].device)
-        for t in (*whole, numbers):
+        numbers = torch.tensor([self.samples, self.batches], device=unsharded[0].device)
+        for t in (*unsharded, numbers):
             torch.distributed.all_reduce(t, group=group)
         self._sums = self._sums._replace(samples=int(numbers[0]), batches=int(numbers[1]))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint, which loads with `weights_only=True`."""
         sums = self._sums
-        drawn = None if self.generator is None else self.generator.get_state()
+        generator_state = None if self.generator is None else self.generator.get_state()
         numbers = {"samples": sums.samples, "batches": sums.batches, "size": self._size()}
         squares = {n: t.clone() for n, t in sums.squares.items()}
-        return {"kind": self.kind, **numbers, "generator": drawn, "squares": squares}
+        return {"kind": self.kind, **numbers, "generator": generator_state, "squares": squares}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint of the same model, with the same parameter values."""

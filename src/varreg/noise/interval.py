@@ -27,23 +27,25 @@ def covariance_of_mean(rows: Tensor) -> tuple[Tensor, Tensor]:
     r = (d[..., 1:, :] * d[..., :-1, :]).sum(-2) / square
     r = (r + (1 + 3 * r) / n).clamp(0, MOST_ALIKE)  # an estimate from n rows is too small
     e = torch.cat([d[..., :1, :], d[..., 1:, :] - r.unsqueeze(-2) * d[..., :-1, :]], -2)
-    both = e.mT @ e
+    covariance = e.mT @ e
     last = int(n ** (1 / 3))
     for lag in range(1, last + 1):
         product = e[..., lag:, :].mT @ e[..., :-lag, :]
-        both = both + (1 - lag / (last + 1)) * (product + product.mT)
-    back = 1 / (1 - r)
-    both = both * back.unsqueeze(-1) * back.unsqueeze(-2) / (n - 1)
-    grown = (both.diagonal(dim1=-2, dim2=-1) * (n - 1) / square).amax(-1).clamp(min=1.0)
-    return both / n, n / grown
+        covariance = covariance + (1 - lag / (last + 1)) * (product + product.mT)
+    unfiltered = 1 / (1 - r)  # from residuals back to the series
+    covariance = covariance * unfiltered.unsqueeze(-1) * unfiltered.unsqueeze(-2) / (n - 1)
+    inflation = (covariance.diagonal(dim1=-2, dim2=-1) * (n - 1) / square).amax(-1).clamp(min=1.0)
+    return covariance / n, n / inflation
 
 
 def quantile(independent: Tensor) -> Tensor:
     """Return the number of standard errors to allow: two, and more if the standard error itself
     comes from few rows (Student's t, to second order).
     """
-    z, free = STANDARD_ERRORS, (independent - 1).clamp(min=1.0)
-    return z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (6 * (4 * free) ** 2)
+    z, degrees = STANDARD_ERRORS, (independent - 1).clamp(min=1.0)
+    return (
+        z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (6 * (4 * degrees) ** 2)
+    )
 
 
 def ratio_intervals(rows: Tensor) -> list[tuple[float, float]]:

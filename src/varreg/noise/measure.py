@@ -105,7 +105,7 @@ def _native_rows(found: Sequence[Measured], l1: bool) -> list[list[float]] | Non
     """
     rows = []
     known: list[tuple[list[float], Moments | Totals, float, float]] = []  # S·S and ΣW
-    there: list[tuple[list[float], Ledger, Moments]] = []
+    by_kernel: list[tuple[list[float], Ledger, Moments]] = []
     for f in found:
         m, row = f.moments, [0.0] * (5 if l1 else 2)
         rows.append(row)
@@ -120,10 +120,11 @@ def _native_rows(found: Sequence[Measured], l1: bool) -> list[list[float]] | Non
         elif not m.total.numel():
             continue
         elif native.serves(m.total, m.square):
-            there.append((row, f.ledger, m))
+            by_kernel.append((row, f.ledger, m))
         else:
             return None
-    for (row, ledger, m), sums in zip(there, _native_sums([m for *_, m in there], l1), strict=True):
+    found_sums = _native_sums([m for *_, m in by_kernel], l1)
+    for (row, ledger, m), sums in zip(by_kernel, found_sums, strict=True):
         SS, W, row[2:] = sums[0], sums[1], sums[2:] if l1 else ()
         if not SMALLEST_SQUARE <= W <= LARGEST_SQUARE:
             choose_precision(ledger, m, SS, W)

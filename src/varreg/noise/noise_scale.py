@@ -74,7 +74,7 @@ class NoiseScale:
         self.batch = 0
         """m, the number of samples in the last update."""
         self._recent = Recent(window)
-        self._read: tuple[int, list[Reading]] = (-1, [])
+        self._cached_readings: tuple[int, list[Reading]] = (-1, [])
         self._warned = False
 
     @disable_dynamo  # it runs eagerly, even inside a compiled training step
@@ -85,7 +85,7 @@ class NoiseScale:
         It does not wait for an accelerator. With sharded parameters it needs one small reduction:
         all ranks must call it.
         """
-        found = self._found()
+        found = self._measured()
         if not measure.has_variance(found):
             if not self._warned:
                 self._warned = True
@@ -102,7 +102,7 @@ class NoiseScale:
         self.batch = measure.samples(found)
         self.updates += 1
 
-    def _found(self) -> list[measure.Measured]:
+    def _measured(self) -> list[measure.Measured]:
         """Return the moments of all trained parameters; raise a VarregError if there are none."""
         if not self.observer.is_on:
             raise VarregError(
@@ -122,12 +122,15 @@ class NoiseScale:
         """Return one reading for each layer, and then that of the whole model. They are computed
         once for each update.
         """
-        if self._read[0] != self.updates:
+        if self._cached_readings[0] != self.updates:
             rows = in_order(self._recent.rows(), self.updates)
             series = torch.cat([rows, rows.sum(1, keepdim=True)], 1).transpose(0, 1)
             make = l1_readings if self.l1 else l2_readings
-            self._read = self.updates, make([*self._recent.layers, "whole model"], series)
-        return self._read[1]
+            self._cached_readings = (
+                self.updates,
+                make([*self._recent.layers, "whole model"], series),
+            )
+        return self._cached_readings[1]
 
     @property
     def model(self) -> Reading:
@@ -188,7 +191,7 @@ class NoiseScale:
         device = next((p.device for p, _ in self.observer.parameters), torch.device("cpu"))
         rows = None if state["rows"] is None else state["rows"].to(device, copy=True)
         self._recent = Recent(self.window, self.updates, state["layers"], rows)
-        self._read = (-1, [])
+        self._cached_readings = (-1, [])
 
     def __repr__(self) -> str:
         kind = "ℓ1, " if self.l1 else ""
@@ -206,13 +209,15 @@ class NoiseScale:
 
 def _check_state(state: Any, l1: bool, known: set[str]) -> None:
     """Raise a VarregError if a checkpoint is not one of this NoiseScale."""
-    kinds = {"window": int, "l1": bool, "updates": int, "batch": int, "layers": list}
-    is_one = isinstance(state, dict) and all(isinstance(state.get(k), v) for k, v in kinds.items())
-    if is_one and state["updates"]:
+    types = {"window": int, "l1": bool, "updates": int, "batch": int, "layers": list}
+    is_valid = isinstance(state, dict) and all(
+        isinstance(state.get(k), v) for k, v in types.items()
+    )
+    if is_valid and state["updates"]:
         shape = (state["window"], len(state["layers"]), 5 if state["l1"] else 2)
         rows = state.get("rows")
-        is_one = isinstance(rows, Tensor) and rows.shape == shape
-    if not is_one or state["window"] < 2:
+        is_valid = isinstance(rows, Tensor) and rows.shape == shape
+    if not is_valid or state["window"] < 2:
         names = ", ".join(map(str, state)) if isinstance(state, dict) else ""
         raise VarregError(
             "varreg: NoiseScale.load_state_dict expects the result of its state_dict(); got "

@@ -63,9 +63,9 @@ class Regularized(Optimizer):
 
     def __init__(self, *args: Any, **kwargs: Any):
         """Take the regularizer's options by name; the other arguments are the torch optimizer's."""
-        spelled = group_options.signature(self._base, self._extra_options)
+        signature = group_options.signature(self._base, self._extra_options)
         try:
-            spelled.bind(*args, **kwargs)
+            signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{type(self).__name__}.__init__() {error}") from None
         self._set_options(kwargs)

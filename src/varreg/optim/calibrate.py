@@ -25,9 +25,9 @@ def calibrate(steps: list[ParameterStep]) -> None:
     scope = SCOPES[steps[0].group["per"]]
     lams, known = [step.lam for step in steps], scope.known(steps)
     count = scope.sums(known, steps)
-    recent, spent, times = (torch.stack([step.state[key] for step in steps]) for key in CALIBRATION)
+    recent, sums, counts = (torch.stack([step.state[key] for step in steps]) for key in CALIBRATION)
     mean = scope.sums(list(_torch.foreach_mul(lams, known)), steps) / count
-    scales = calibration.factor(mean, recent, spent, times)
+    scales = calibration.factor(mean, recent, sums, counts)
     scaled = _torch.foreach_mul(lams, list(scales.unbind()))
     low, high = bounds(steps[0].group)
     if low is not None:
@@ -35,6 +35,6 @@ def calibrate(steps: list[ParameterStep]) -> None:
     if high is not None:
         _torch.foreach_clamp_max_into(scaled, high)
     _torch.foreach_lerp_into(lams, scaled, known)
-    calibration.spend(scope.sums(list(_torch.foreach_mul(lams, known)), steps) / count, spent)
-    for key, values in zip(CALIBRATION, (recent, spent, times), strict=True):
+    calibration.add_mean(scope.sums(list(_torch.foreach_mul(lams, known)), steps) / count, sums)
+    for key, values in zip(CALIBRATION, (recent, sums, counts), strict=True):
         _torch.foreach_copy([step.state[key] for step in steps], list(values.unbind()))

@@ -16,7 +16,7 @@ from varreg.engine.parameters import LEDGERS
 from varreg.engine.totals import Totals
 from varreg.errors import VarregError
 from varreg.optim import step_warnings
-from varreg.optim.from_totals import as_moments
+from varreg.optim.from_totals import set_moments
 from varreg.optim.gradient import (
     NotFiniteError,
     OverflowedError,
@@ -57,10 +57,10 @@ def find_steps(optimizer: Regularized) -> list[ParameterStep]:
         increment = optimizer._increment(group)
         for p, ledger in zip(parameters, LEDGERS.find(parameters), strict=True):
             m: Any = None if ledger is None else ledger.read(p, stepping=True)
-            if isinstance(m, Totals):
-                m = as_moments(optimizer, group, increment, p, ledger, m)
             state: dict[str, Any] = {} if m is None else optimizer.state[p]
             steps.append(ParameterStep(p, group, increment, ledger, m, state, p.grad))
+    if with_totals := [step for step in steps if isinstance(step.moments, Totals)]:
+        set_moments(optimizer, with_totals)
     choose(optimizer, steps)
     return steps
 
@@ -91,8 +91,8 @@ def judge_steps(optimizer: Regularized, steps: list[ParameterStep]) -> None:
             seen, step.kappa2 = m.total, 1.0
             if not (SS == gS == gg and SS + gg + m.count * W <= largest_sum(m.total.dtype)):
                 grad = local(step.grad) if not step.native else step.grad
-                same = ledger.is_measured(p)
-                seen, step.kappa2 = as_seen(m, grad, step.products, same, ledger.precision)
+                is_same = ledger.is_measured(p)
+                seen, step.kappa2 = as_seen(m, grad, step.products, is_same, ledger.precision)
                 reconsider(step)
             if step.native:
                 takes_gradient = step.increment.kernel.takes_gradient  # type: ignore[union-attr]
@@ -106,8 +106,8 @@ def judge_steps(optimizer: Regularized, steps: list[ParameterStep]) -> None:
             missing.append(p)
         except OverflowedError:
             assert m is not None
-            scaled = not torch.equal(local(step.grad).to(m.total.dtype), m.total)
-            step_warnings.warn_overflow(optimizer, p, optimizer._warned, scaled)
+            is_changed = not torch.equal(local(step.grad).to(m.total.dtype), m.total)
+            step_warnings.warn_overflow(optimizer, p, optimizer._warned, is_changed)
         except NotFiniteError:
             pass  # the base's own step, as in torch
     for step in steps:
@@ -128,14 +128,16 @@ def _set_products(steps: list[ParameterStep]) -> None:
     Products stay None if they are missing, on this rank or on another, or if the gradient was
     cleared.
     """
-    fast: dict[str, tuple[list[ParameterStep], list[tuple[Tensor, ...]]]] = {}
+    by_kernel: dict[str, tuple[list[ParameterStep], list[tuple[Tensor, ...]]]] = {}
     sharded, others = [], []
     for step in steps:
         p, m, row = step.parameter, step.moments, None
+        if step.products is not None:
+            continue  # they are known from `Totals`
         if m is not None and (step.native or m.total.shape == local(p).shape):
             device = m.total.device.type
             if step.native or BACKENDS[device].serves(m.total, step.grad, m.square):
-                some, rows = fast.setdefault(device, ([], []))
+                some, rows = by_kernel.setdefault(device, ([], []))
                 some.append(step)
                 rows.append((m.total, step.grad, m.square))
                 continue
@@ -147,7 +149,7 @@ def _set_products(steps: list[ParameterStep]) -> None:
             # a fifth number counts the ranks that have products
             zeros = widest(torch.zeros(5, dtype=torch.float32, device=p.device))
             sharded.append((step, zeros if row is None else torch.cat([row, row.new_ones(1)])))
-    for device, (some, rows) in fast.items():
+    for device, (some, rows) in by_kernel.items():
         for step, values in zip(some, BACKENDS[device].compare(rows), strict=True):
             step.products = values
     if others or deferred.PENDING:

@@ -60,17 +60,18 @@ def fetch_products(steps: list[ParameterStep]) -> None:
     alike = list(by_type.values())
     counted = [step for step in steps if _is_on_device(step.state.get("step"))]
     counts = [torch.stack([step.state["step"] for step in counted])] if counted else []
-    whole = [any(map(_is_written, same)) for same in alike]
-    asked = [(_products if full else _gaps)(same) for full, same in zip(whole, alike, strict=True)]
-    *sums, numbers = [*deferred.fetch([*asked, *counts]), []][: len(alike) + 1]
+    # a comparison, in fewer kernels, is enough where torch's version counter shows no write
+    written = [any(map(_is_written, some)) for some in alike]
+    sums = [(_products if w else _gaps)(some) for w, some in zip(written, alike, strict=True)]
+    *fetched, numbers = [*deferred.fetch([*sums, *counts]), []][: len(alike) + 1]
     changed = []
-    for rows, same, full in zip(sums, alike, whole, strict=True):
-        if full:
-            _set_products(same, rows)
-        elif not _set_untouched(same, rows):
-            changed.append(same)  # gradients were written to without a trace (`p.grad.data`)
-    for rows, same in zip(deferred.fetch([*map(_products, changed)]), changed, strict=True):
-        _set_products(same, rows)
+    for rows, some, is_written in zip(fetched, alike, written, strict=True):
+        if is_written:
+            _set_products(some, rows)
+        elif not _set_untouched(some, rows):
+            changed.append(some)  # gradients were written to without a trace (`p.grad.data`)
+    for rows, some in zip(deferred.fetch([*map(_products, changed)]), changed, strict=True):
+        _set_products(some, rows)
     for step, number in zip(counted, numbers, strict=True):
         step.base_steps = number + 1  # the base's step comes after this
 
@@ -110,8 +111,8 @@ def _set_untouched(steps: list[ParameterStep], rows: list[float]) -> bool:
 
 def _set_products(steps: list[ParameterStep], rows: list[float]) -> None:
     for i, step in enumerate(steps):
-        SS, gS, less, gg, W = rows[i :: len(steps)]
-        step.products = SS, gS - 2 * less, gg, W
+        SS, gS, negative, gg, W = rows[i :: len(steps)]
+        step.products = SS, gS - 2 * negative, gg, W
 
 
 def _is_on_device(value: Any) -> bool:
@@ -140,7 +141,11 @@ def _products(steps: list[ParameterStep]) -> Tensor:
 
 
 def as_seen(
-    m: Moments, grad: Tensor, compared: Sequence[float], same: bool, precision: float = 0.0
+    m: Moments,
+    grad: Tensor,
+    compared: Sequence[float],
+    is_same_tensor: bool,
+    precision: float = 0.0,
 ) -> tuple[Tensor, Tensor | float]:
     """Return the gradient as the optimizer sees it, in the precision of the moments, and κ²: the
     variance of this gradient is κ²v².
@@ -150,8 +155,8 @@ def as_seen(
 
     Clipping and unscaling change the gradient from S to κS, one κ for the tensor, and so its
     variance to κ²v². Clipping by value has a κ for each element. Both leave ρ = v²/ḡ² unchanged.
-    `same` says whether `grad` is the measured tensor, changed or not; another tensor must be a
-    multiple of the measured one. `precision` is the rounding error of the gradient, if it was
+    `is_same_tensor` says whether `grad` is the measured tensor, changed or not; another tensor must
+    be a multiple of the measured one. `precision` is the rounding error of the gradient, if it was
     computed in a coarser type than its own (for example autograd's gradient of an LSTM under
     autocast).
     """
@@ -175,7 +180,7 @@ def as_seen(
     rounding = PARALLEL * torch.finfo(S.dtype).eps * gg + (eps * kappa) ** 2 * m.count * W
     if across <= rounding:  # parallel
         return g.view_as(grad), kappa**2
-    if not same:
+    if not is_same_tensor:
         raise UnmeasuredError
     return g.view_as(grad), _by_element(g, S, kappa**2).view_as(grad)
 

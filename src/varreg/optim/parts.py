@@ -6,7 +6,7 @@ A part is itself a `ParameterStep`. Its tensors hold the elements of the part.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from varreg import _torch
+from varreg.devices import has_float64
 from varreg.engine.on_device import joined as joined_memory
 from varreg.optim.increments import coupled_decay
 from varreg.optim.state import HISTORY
@@ -38,20 +39,60 @@ and the size from which on a parameter is sliced, in elements.
 
 def set_lambdas(steps: Iterable[ParameterStep], work: Callable[[ParameterStep], Tensor]) -> None:
     """Set λ of each step. `work` returns λ of one part."""
-    small: dict[tuple[Any, ...], list[ParameterStep]] = {}
-    for step in steps:
-        if step.p.dim() > 0 and step.p.numel() <= _sizes(step)[0]:
-            small.setdefault(_kind(step), []).append(step)
-        else:
-            lams = [work(part) for part in slices(step)]
-            step.lam = lams[0] if len(lams) == 1 else torch.cat(lams).view_as(step.p)
-    for alike in (part for steps in small.values() for part in _of_good_size(steps)):
+    large, small = _by_size(steps)
+    for step in large:
+        lams = [work(part) for part in slices(step)]
+        step.lam = lams[0] if len(lams) == 1 else torch.cat(lams).view_as(step.p)
+    for alike in small:
         if len(alike) == 1:
             alike[0].lam = work(alike[0])
         else:
             joined = _join(alike)
             joined.lam = work(joined)
             _distribute(joined, alike)
+
+
+def sums(
+    steps: Iterable[ParameterStep], work: Callable[[ParameterStep], tuple[Tensor, ...]]
+) -> list[Tensor]:
+    """Return for each step the sums over its elements of the tensors that `work` returns for a
+    part. No element of these tensors may be negative.
+    """
+    steps = list(steps)
+    large, small = _by_size(steps)
+    found: dict[int, Any] = {}
+    for step in large:
+        found[id(step)] = sum(row for part in slices(step) for row in _sums(work(part), None))
+    for alike in small:
+        joined = alike[0] if len(alike) == 1 else _join(alike)
+        rows = _sums(work(joined), [step.p.numel() for step in alike])
+        found.update(zip(map(id, alike), rows, strict=True))
+        if joined is not alike[0]:
+            _return_state(joined, alike)
+    return [found[id(step)] for step in steps]
+
+
+def _sums(tensors: Sequence[Tensor], sizes: list[int] | None) -> Sequence[Tensor]:
+    """Return a row for each size: the sums of a piece of that size of each tensor."""
+    wide = torch.float64 if has_float64(tensors[0].device) else None
+    flat = [t.reshape(-1) for t in tensors]
+    pieces = flat if sizes is None else [piece for t in flat for piece in t.split(sizes)]
+    norms = torch.stack(list(_torch.foreach_norm(pieces, 1, wide))).to(tensors[0].dtype)
+    return norms.view(len(flat), -1).unbind(1)
+
+
+def _by_size(
+    steps: Iterable[ParameterStep],
+) -> tuple[list[ParameterStep], list[list[ParameterStep]]]:
+    """Return the steps of large parameters, and lists of the others, each to be joined."""
+    large: list[ParameterStep] = []
+    small: dict[tuple[Any, ...], list[ParameterStep]] = {}
+    for step in steps:
+        if step.p.dim() > 0 and step.p.numel() <= _sizes(step)[0]:
+            small.setdefault(_kind(step), []).append(step)
+        else:
+            large.append(step)
+    return large, [part for alike in small.values() for part in _of_good_size(alike)]
 
 
 def _sizes(step: ParameterStep) -> tuple[int, int, int]:
@@ -136,8 +177,8 @@ def _join(steps: list[ParameterStep]) -> ParameterStep:
     lead = steps[0]
 
     def join(tensors: list[Any]) -> Tensor:
-        block = None if tensors[0].is_cpu else joined_memory(tensors)
-        return torch.cat([t.reshape(-1) for t in tensors]) if block is None else block
+        adjacent = None if tensors[0].is_cpu else joined_memory(tensors)
+        return torch.cat([t.reshape(-1) for t in tensors]) if adjacent is None else adjacent
 
     moments = replace(
         lead.measured,
@@ -165,12 +206,14 @@ def _joined_kappa2(steps: list[ParameterStep]) -> Tensor | float:
     like = steps[0].measured.square
     numbers = [0.0 if isinstance(step.kappa2, Tensor) else step.kappa2 for step in steps]
     # one transfer for all numbers, without waiting
-    there = torch.tensor(numbers, dtype=like.dtype, device="cpu").to(like.device, non_blocking=True)
+    on_device = torch.tensor(numbers, dtype=like.dtype, device="cpu").to(
+        like.device, non_blocking=True
+    )
     each = [
         step.kappa2.reshape(-1)
         if isinstance(step.kappa2, Tensor)
         else number.expand(step.p.numel())
-        for step, number in zip(steps, there, strict=True)
+        for step, number in zip(steps, on_device, strict=True)
     ]
     return torch.cat(each)
 
@@ -180,6 +223,12 @@ def _distribute(joined: ParameterStep, steps: list[ParameterStep]) -> None:
     sizes = [step.p.numel() for step in steps]
     for step, lam in zip(steps, joined.lam.split(sizes), strict=True):
         step.lam = lam.view(step.p.shape)
+    _return_state(joined, steps)
+
+
+def _return_state(joined: ParameterStep, steps: list[ParameterStep]) -> None:
+    """Copy the joined statistics back to the states of the steps."""
+    sizes = [step.p.numel() for step in steps]
     for name in _names(joined):
         here = [step[name] for step in steps]
         block = joined.state[name]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from varreg import _torch
 from varreg.errors import VarregError
+from varreg.few_launches import by_type
 from varreg.histories import one_or_nan
 from varreg.memory import scratch
 from varreg.optim import parts
@@ -91,9 +94,24 @@ class PerTensor(Element):
         return torch.zeros((), dtype=dtype, device=p.device)
 
     def regularize(self, optimizer: Optimizer, steps: list[ParameterStep]) -> None:
-        for step, (delta, variance) in zip(steps, _spreads(steps), strict=True):
-            history, count = step["vr_history"], step["vr_count"]
-            step.lam = lambdas(variance, delta, history, count, step.measured.count, step.group)
+        alike: dict[tuple[Any, ...], list[tuple[ParameterStep, Tensor]]] = {}
+        for step, sums in zip(steps, _spreads(steps), strict=True):
+            types = sums.dtype, step["vr_history"].dtype, sums.device
+            key = id(step.group), step.measured.count, *types
+            alike.setdefault(key, []).append((step, sums))
+        for pairs in alike.values():
+            self._set_lambdas(*zip(*pairs, strict=True))
+
+    def _set_lambdas(self, steps: Sequence[ParameterStep], sums: Sequence[Tensor]) -> None:
+        """Set λ of steps with the same options, in one go."""
+        kept = [[step[name] for step in steps] for name in HISTORY]
+        history, count = map(torch.stack, kept)
+        delta, variance = torch.stack(list(sums), 1).unbind()
+        m, group = steps[0].measured.count, steps[0].group
+        lams = lambdas(variance, delta.sqrt(), history, count, m, group)
+        _torch.foreach_copy([*kept[0], *kept[1]], [*history.unbind(), *count.unbind()])
+        for step, lam in zip(steps, lams.unbind(), strict=True):
+            step.lam = lam
 
     def known(self, steps: list[ParameterStep]) -> list[Tensor]:
         return [torch.ones_like(step.lam) for step in steps]
@@ -121,19 +139,26 @@ class PerModel(PerTensor):
 
     def regularize(self, optimizer: Optimizer, steps: list[ParameterStep]) -> None:
         lead = steps[0]
-        deltas, variances = zip(*_spreads(steps), strict=True)
-        wide = any(v.dtype == torch.float64 for v in variances)
-        dtype = torch.float64 if wide else variances[0].dtype
-        delta = torch.stack([d.to(deltas[0].device, dtype).square() for d in deltas]).sum().sqrt()
-        variance = torch.stack([v.to(variances[0].device, dtype) for v in variances]).sum()
+        every = _spreads(steps)
+        wide = any(sums.dtype == torch.float64 for sums in every)
+        dtype = torch.float64 if wide else every[0].dtype
+        delta, variance = torch.stack([sums.to(every[0].device, dtype) for sums in every]).sum(0)
         history, count = lead["vr_history"], lead["vr_count"]
-        both = ratio(variance, delta, history, count, lead.measured.count, lead.group)
-        for state in _states(optimizer):
-            for key in HISTORY:
-                if key in state:
-                    state[key].copy_(lead.state[key])
+        both = ratio(variance, delta.sqrt(), history, count, lead.measured.count, lead.group)
+        states = _states(optimizer)
+        for key in HISTORY:
+            copies = [state[key] for state in states if key in state]
+            for same in by_type(copies):
+                _torch.foreach_copy(same, [lead.state[key]] * len(same))
+        by_group: dict[tuple[Any, ...], list[ParameterStep]] = {}
         for step in steps:
-            step.lam = regularizer(*both, step.group).to(step.state["vr_history"])
+            there = step.state["vr_history"]
+            by_group.setdefault((id(step.group), there.dtype, there.device), []).append(step)
+        for alike in by_group.values():
+            lam: Tensor = regularizer(*both, alike[0].group).to(alike[0].state["vr_history"])
+            # each step has a λ of its own: calibration writes to it
+            for step, own in zip(alike, list(lam.repeat(len(alike))), strict=True):
+                step.lam = own
 
 
 SCOPES: dict[str, Element] = {"element": Element(), "tensor": PerTensor(), "model": PerModel()}
@@ -161,24 +186,32 @@ def _states(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [optimizer.state[p] for group in groups for p in group["params"] if p in optimizer.state]
 
 
-def _spreads(steps: list[ParameterStep]) -> list[tuple[Tensor, Tensor]]:
-    """Return √Σδ̄² and Σσ² of each step, over all elements with a known variance. Sums over shards
-    take one reduction for all steps.
+def _spreads(steps: list[ParameterStep]) -> list[Tensor]:
+    """Return Σδ̄² and Σσ² of each step, over all elements with a known variance: `[2]`. Sums over
+    shards take one reduction for all steps.
     """
-    sums = [_spread(step) for step in steps]
+    joined = [step for step in steps if not step.p.is_cpu and step.p.numel()]
+    found = dict(zip(map(id, joined), parts.sums(joined, _squares), strict=True))
+    sums = [found[id(step)] if id(step) in found else _spread(step) for step in steps]
     sharded = [i for i, step in enumerate(steps) if is_sharded(step.parameter)]
     if sharded:
         stacked = torch.stack([sums[i].double() for i in sharded])
         for i, row in zip(sharded, total(stacked, steps[sharded[0]].parameter), strict=True):
             sums[i] = row.to(sums[i].dtype)
-    return [(s[0].sqrt(), s[1]) for s in sums]
+    return sums
 
 
 def _spread(step: ParameterStep) -> Tensor:
     """Return Σδ̄² and Σσ² over the elements of a parameter that this process holds."""
     sums = step.measured.total.new_zeros(2)
     for part in parts.slices(step) if step.p.numel() else ():
-        delta, variance = part.increment_and_variance()
-        known = variance * one_or_nan(part.measured.square)
-        sums += torch.stack([(delta.square() + 0 * known).nansum(), known.nansum()])
+        sums += torch.stack([t.sum() for t in _squares(part)])
     return sums
+
+
+def _squares(part: ParameterStep) -> tuple[Tensor, Tensor]:
+    """Return δ̄² and σ² of each element; 0 where the variance is not known."""
+    delta, variance = part.increment_and_variance()
+    known = variance * one_or_nan(part.measured.square)
+    both = delta.square() + 0 * known, known
+    return both[0].nan_to_num_(0.0, math.inf), both[1].nan_to_num_(0.0, math.inf)

@@ -170,15 +170,15 @@ def _move(steps: list[ParameterStep], scales_decay: bool) -> None:
         key = id(step.group), step.lam.dtype, step.p.device
         by_group.setdefault(key, []).append(step)
     for (_, dtype, _), alike in by_group.items():
-        group, there = alike[0].group, [step.p for step in alike]
+        group, parameters = alike[0].group, [step.p for step in alike]
         x = [step.x for step in alike]
         if group.get("decoupled_weight_decay") and not scales_decay:
             _torch.foreach_mul_into(x, 1 - float(group["lr"]) * float(group["weight_decay"]))
         x = [t.to(dtype) for t in x]
         # a single λ for a tensor is a scalar
         lams = [step.lam.expand(step.p.shape) for step in alike]
-        _torch.foreach_lerp_into(x, [p.to(dtype) for p in there], lams)
-        _torch.foreach_copy(there, x)
+        _torch.foreach_lerp_into(x, [p.to(dtype) for p in parameters], lams)
+        _torch.foreach_copy(parameters, x)
 
 
 def native_step(optimizer: Regularized, steps: list[ParameterStep]) -> Lambdas:

@@ -77,18 +77,19 @@ def warn_single_samples(optimizer: Optimizer, warned: set[Any]) -> None:
         )
 
 
-def warn_overflow(optimizer: Optimizer, p: Tensor, warned: set[Any], scaled: bool) -> None:
+def warn_overflow(optimizer: Optimizer, p: Tensor, warned: set[Any], is_changed: bool) -> None:
     """Warn of squares that overflow. A GradScaler increases the loss scale until gradients
-    overflow; their squares overflow long before. `scaled` is True if the gradient differs from the
-    measured one: then there may be a GradScaler.
+    overflow; their squares overflow long before. `is_changed` is True if the gradient differs from
+    the measured one: a GradScaler has unscaled it, or it was clipped.
     """
     if Notice.OVERFLOW not in warned:
         warned.add(Notice.OVERFLOW)
         advice = (
-            "If a GradScaler scales the loss, its scale has grown too far: bfloat16 needs none; or "
-            "create the GradScaler with a growth_interval that is longer than the training. Else "
+            "The gradient was changed after backward(). If a GradScaler scales the loss, its scale "
+            "has grown too far: bfloat16 needs none; or create the GradScaler with a "
+            "growth_interval that is longer than the training. If no GradScaler scales it, "
             "training diverges"
-            if scaled
+            if is_changed
             else "Training diverges"
         )
         warnings.warn(
@@ -105,19 +106,19 @@ def watch_lambda(optimizer: Regularized, steps: list[ParameterStep]) -> None:
     """Warn once if the effective λ was above LARGE_LAMBDA at the last LAMBDA_LOOKS checks. A check
     does not wait for a device: its answer comes with the numbers of a later step.
     """
-    warned, long = optimizer._warned, optimizer._large_lambda_flags
+    warned, flags = optimizer._warned, optimizer._large_lambda_flags
     taken = [step for step in steps if step.parameter in optimizer._lambdas]
     if Notice.LONG_STEPS in warned or not taken:
         return
     device = local(taken[0].parameter).device
     sums = [_weighted(optimizer, step).to(device) for step in taken]
     numerator, weight = torch.stack(sums).sum(0).unbind()
-    long.append(numerator > LARGE_LAMBDA * weight)
-    if len(long) > LAMBDA_LOOKS:
-        del long[0]
-    if len(long) == LAMBDA_LOOKS:
+    flags.append(numerator > LARGE_LAMBDA * weight)
+    if len(flags) > LAMBDA_LOOKS:
+        del flags[0]
+    if len(flags) == LAMBDA_LOOKS:
         calibrates = all(step.group["calibrate"] for step in taken)
-        is_long = torch.stack([flag.to(device) for flag in long]).all()
+        is_long = torch.stack([flag.to(device) for flag in flags]).all()
         deferred.check(is_long, lambda: _warn_long_steps(optimizer, warned, calibrates))
 
 

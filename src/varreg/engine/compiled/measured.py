@@ -49,7 +49,7 @@ class Pass:
     def token(self) -> Tensor:
         """Return a tensor that identifies this pass in the graph, and keeps the pass alive."""
         number = next(_numbers)
-        token = torch.tensor(number)
+        token = torch.tensor(number, device="cpu")  # read in the backward: a device would wait
         token.__dict__[_PASS] = self
         _passes[number] = self
         return token

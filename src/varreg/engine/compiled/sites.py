@@ -119,7 +119,7 @@ def _is_closed(inside: list[Node], leave: Node, after: set[Node]) -> bool:
     for node in inside:
         if node.op not in ("call_function", "call_method", "get_attr"):
             return False
-        if not _torch.is_plain_call(node.target):
+        if not _is_plain_call(node.target):
             return False
         if node not in outputs and any(user in after for user in node.users):
             return False
@@ -229,3 +229,22 @@ def _is_tensor(node: Node) -> bool:
 def _needs_gradient(node: Node) -> bool:
     value = node.meta.get("example_value")
     return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _is_plain_call(target: Any) -> bool:
+    """Return whether a node of a captured graph calls a plain function on tensors. Operations that
+    take graphs as arguments, switch gradients or autocast, or hook a gradient are not plain.
+    """
+    if isinstance(target, _torch.HigherOrderOperator):
+        return False
+    return getattr(target, "__name__", "") not in _SWITCHES
+
+
+_SWITCHES = frozenset(
+    (
+        *("_set_grad_enabled", "_enter_autocast", "_exit_autocast"),
+        *("_enter_inference_mode", "_exit_inference_mode"),
+        *("_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable"),
+        *("register_hook", "_register_hook_trampoline"),
+    )
+)

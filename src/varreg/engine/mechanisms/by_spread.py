@@ -95,22 +95,24 @@ def _spread(
     recipient = trace.recipient(t, call.name.strip("_"))
     if is_aligned and there.batch > 1:
         trace.has_row_per_sample = True
-        _warn_of_slots(trace, call, t, there, rank)
+        _warn_of_row_per_sample(trace, call, t, there, rank)
     partition = trace.observer.grouping.partition(there.batch)
     spread: Tensor = SpreadNode.apply(t, recipient, shape, there, is_aligned, partition)
     mark(spread, there)
     return spread
 
 
-def _warn_of_slots(trace: Trace, call: Call, t: Tensor, there: Place, rank: int) -> None:
+def _warn_of_row_per_sample(trace: Trace, call: Call, t: Tensor, there: Place, rank: int) -> None:
     """Warn of a tensor of parameters that has a different row for each position in the batch. A
     tensor that was expanded or repeated has the same row for all.
     """
     path = trace.observer.forward.path()
-    if isinstance(there, Layout) and trace.verdicts.is_due(("slots", path, call.function, t.shape)):
+    if isinstance(there, Layout) and trace.verdicts.is_due(
+        ("row per sample", path, call.function, t.shape)
+    ):
         dim = there.dim - (rank - t.dim())
         if there.batch == there.size and not torch.equal(t, t.roll(1, dim)):
-            trace.observer.notices.slots(path, trace.names([t]), there.batch)
+            trace.observer.notices.row_per_sample(path, trace.names([t]), there.batch)
 
 
 def _spread_shape(

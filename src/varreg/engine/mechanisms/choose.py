@@ -13,7 +13,7 @@ from torch import Tensor
 from varreg.engine.mechanisms import by_repetition, by_rule, by_spread
 from varreg.engine.rules import PACKED, RULES, STACKED, STACKED_PACKED
 from varreg.engine.trace.call import Call
-from varreg.engine.trace.decide import place_result
+from varreg.engine.trace.decide import place_result, refuse_grouped
 from varreg.engine.trace.functions import FILLS, SELECTS, WRITERS, without_override_check
 from varreg.engine.trace.layout import Ragged
 from varreg.engine.trace.packed import is_packed
@@ -77,6 +77,7 @@ def _run_without_gradients(trace: Trace, call: Call) -> Any:
 
 def _refuse_unmeasurable(trace: Trace, call: Call) -> None:
     """Refuse uses that no mechanism can measure."""
+    refuse_grouped(trace, call)
     if call.lost or call.summed:
         why = call.lost[0][1].why if call.lost else "it was summed up"
         trace.refuse(call, f"the batch cannot be followed to it: {why}")

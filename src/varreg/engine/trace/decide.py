@@ -121,6 +121,7 @@ def place_combined(trace: Trace, call: Call) -> Where | None:
             if call.function in ELEMENTWISE or lost_ids <= index:  # a mask, or an index
                 trace.escape(call.function, _answer(call.lost[0][0]))
                 return None
+        refuse_grouped(trace, call)
         lost = call.lost[0][1]
         if not call.carriers or lost.mixed:
             return lost
@@ -132,6 +133,21 @@ def place_combined(trace: Trace, call: Call) -> Where | None:
     if trace.lets_samples_meet or trace.verdicts.of_affine(call, 0):
         return Summed(trace.batch)
     return Lost(f"{call.name} is not linear in a sum over the batch", mixed=True)
+
+
+def refuse_grouped(trace: Trace, call: Call) -> None:
+    """Refuse products of grouped rows, such as `torch.nn.functional.grouped_mm`: rows of all
+    samples are sorted by expert, and a tensor tells where each expert begins. Several functions do
+    this, also outside of torch.
+    """
+    needs_gradient = any(t.requires_grad for t in call.tensors()) and torch.is_grad_enabled()
+    if "grouped_mm" in call.name and call.lost and needs_gradient and not trace.lets_samples_meet:
+        raise VarregError(
+            f"varreg: in {trace.observer.forward.path()}, {call.name} multiplies rows of all "
+            "samples, sorted by expert, and varreg does not follow that. In a model of "
+            "transformers, call model.set_experts_implementation('eager'), or 'batched_mm': both "
+            "are exact. Otherwise, multiply the rows of each expert by themselves."
+        )
 
 
 def _answer(choice: Tensor) -> bool | None:

@@ -253,7 +253,9 @@ def place_of(moved: Tensor, batch: int) -> Place | None:
     regular = [at for d, o in known if (at := _regular(o, batch, d)) is not None]
     if len(regular) == 1:
         return regular[0]
-    return Ragged(batch, known[0][0], Owners(known[0][1])) if len(known) == 1 else None
+    # If one sample owns some rows and nobody the others, the dimension with both tells the rows.
+    telling = [(d, o) for d, o in known if bool((o != o[0]).any())]
+    return Ragged(batch, telling[0][0], Owners(telling[0][1])) if len(telling) == 1 else None
 
 
 def _owners_along(moved: Tensor, dim: int) -> Tensor | None:

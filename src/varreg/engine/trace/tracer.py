@@ -51,6 +51,7 @@ from varreg.engine.trace.values_out import (
     mark_constants,
     may_count_samples,
     note_failure,
+    read_positions,
     run_callback,
 )
 from varreg.engine.trace.writes import (
@@ -170,6 +171,8 @@ class Tracer(TorchFunctionMode):
             sizes = torch.broadcast_shapes(*(t.shape for t in call.tensors()))
             return tuple(self.run_new(Tensor.expand, (t, sizes), {}) for t in call.tensors())
         sort_tensors(trace, call)
+        if call.lost:
+            read_positions(trace, call)
         if func in DETACH:
             note_alias(trace, args[0])
         if not (call.parameters or call.depends_on_batch):

@@ -24,6 +24,7 @@ from varreg.engine.trace.trace import Trace
 from varreg.errors import VarregError
 from varreg.thresholds import SIZE_OF_BATCH
 
+_POSITIONS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _RECURRENT = (nn.RNN, nn.GRU, nn.LSTM)
 
 
@@ -55,6 +56,24 @@ def _reads_number(call: Call) -> bool:
         t is not first and not t.dim() and not (t.is_floating_point() or t.is_complex())
         for t in (*(t for t, _ in call.carriers), *(t for t, _ in call.lost), *call.summed)
     )
+
+
+def read_positions(trace: Trace, call: Call) -> None:
+    """Let whole numbers of the batch out that are positions in a parameter or in the batch, such as
+    the number of an expert in `weight[e]`. Torch reads a tensor without dimensions there as a
+    number, as `item()` does. For this call, it is a constant; a trial of the forward decides.
+    """
+    if call.function is not Tensor.__getitem__:
+        return
+    if not (call.parameters or call.carriers or isinstance(call.args[0], nn.Parameter)):
+        return
+    rest = []
+    for t, at in call.lost:
+        if t is call.args[0] or t.dim() or t.dtype not in _POSITIONS:
+            rest.append((t, at))
+        else:
+            trace.escape(call.function, int(t))
+    call.lost = rest
 
 
 def note_failure(trace: Trace, func: Any, args: Any, kwargs: Any, error: Exception) -> None:

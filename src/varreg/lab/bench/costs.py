@@ -62,7 +62,10 @@ def measure(plan: Plan, case: Case, w: Workload, spec: str, report: Report) -> d
     }
     if plan.profile:
         report(f"{name}, operations", 0.0)
-        row["operations"] = {arm: operations(steps[arm]) for arm in arms}
+        found = {arm: operations(steps[arm], plan.device) for arm in arms}
+        row["operations"] = {arm: on_host for arm, (on_host, _) in found.items()}
+        if any(kernels for _, kernels in found.values()):
+            row["kernels"] = {arm: kernels for arm, (_, kernels) in found.items()}
         report(f"{name}, operations", 1.0)
     del steps
     if plan.memory:
@@ -121,13 +124,34 @@ def _peak(case: Case, spec: str, arm: str, threads: int) -> Peak:
     return timing.peak(rehearse, lambda: Training(w, spec, arm).timed())
 
 
-def operations(step: Callable[[], object], steps: int = 5) -> dict[str, float]:
-    """Return the milliseconds of a step in each of torch's operations, without the operations that
-    they call.
+def operations(
+    step: Callable[[], object], device: str = "cpu", steps: int = 5
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the milliseconds of a step in each of torch's operations on the CPU, without the
+    operations that they call, and in each of the device's kernels. There are no kernels where
+    torch's profiler does not see the device.
     """
     # Otherwise the profiler writes to the terminal.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=activities(device)) as profile:
         for _ in range(steps):
             step()
-    return {e.key: e.self_cpu_time_total / 1e3 / steps for e in profile.key_averages()}
+        if device != "cpu":
+            torch.accelerator.synchronize(torch.device(device))
+    on_host: dict[str, float] = {}
+    kernels: dict[str, float] = {}
+    for e in profile.key_averages():
+        if e.device_type.name == "CPU":
+            on_host[e.key] = e.self_cpu_time_total / 1e3 / steps
+        else:
+            kernels[e.key] = e.self_device_time_total / 1e3 / steps
+    return on_host, kernels
+
+
+def activities(device: str) -> list[torch.profiler.ProfilerActivity]:
+    """Return what torch's profiler can record of a step on a device."""
+    name = torch.device(device).type.upper()
+    own = getattr(torch.profiler.ProfilerActivity, name, None)
+    known = torch.profiler.supported_activities()
+    cpu = torch.profiler.ProfilerActivity.CPU
+    return [cpu] if own in (None, cpu) or own not in known else [cpu, own]

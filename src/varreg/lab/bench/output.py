@@ -8,7 +8,7 @@ from typing import Any
 from varreg.lab.bench.bench_plan import EXACT, PLAIN, SUMS, Plan, groups_of
 from varreg.lab.bench.costs import PHASES, threads_set_to
 from varreg.lab.bench.timing import Peak, Ratio
-from varreg.lab.environment import device_name, environment, machine
+from varreg.lab.environment import device_kernels, device_name, environment, machine
 from varreg.tables import table
 
 
@@ -17,6 +17,8 @@ def record(plan: Plan, rows: list[dict[str, Any]], command: list[str]) -> dict[s
     with threads_set_to(plan.threads):
         head = f"{datetime.date.today()}, {machine(plan.device)}"
     about = {**environment(), "threads": plan.threads, "device": device_name(plan.device)}
+    if plan.device != "cpu":
+        about["device_kernels"] = device_kernels(plan.device)
     return {
         "command": command,
         "measured": head,
@@ -130,28 +132,37 @@ def _cost(r: Ratio) -> str:
 
 def profiles(row: dict[str, Any], most: int = 12) -> str:
     """Return the profile of a step: its phases, and the operations in which an observed step takes
-    longer.
+    longer; also the device's kernels, where torch's profiler sees them.
     """
     arms = list(row["milliseconds"])
     phases = [[phase, *(f"{row['phases'][arm][phase]:.2f}" for arm in arms)] for phase in PHASES]
     step = ["whole step", *(f"{row['milliseconds'][arm]:.2f}" for arm in arms)]
     times = row["operations"]
-    every = {op for arm in arms for op in times[arm]}
-    grown = sorted(
-        every,
-        key=lambda op: (
-            -max(times[arm].get(op, 0.0) - times[PLAIN].get(op, 0.0) for arm in arms[1:]),
-            op,
-        ),
-    )
-    shown = [[op, *(f"{times[arm].get(op, 0.0):.2f}" for arm in arms)] for op in grown[:most]]
-    others = [
-        "other operations",
-        *(f"{sum(times[arm].get(op, 0.0) for op in grown[most:]):.2f}" for arm in arms),
-    ]
     rest = [max(0.0, row["milliseconds"][arm] - sum(times[arm].values())) for arm in arms]
     outside = ["outside of them: Python, varreg's C", *(f"{ms:.2f}" for ms in rest)]
     title = f"{row['workload']}, {row['optimizer']}: milliseconds"
     by_phase = table(["", *arms], [*phases, step])
-    by_operation = table(["operation", *arms], [*shown, others, outside], total=False)
-    return f"{title}\n\n{by_phase}\n\n{by_operation}"
+    parts = [title, by_phase]
+    for name, head, last in (("operations", "operation", [outside]), ("kernels", "kernel", [])):
+        if found := row.get(name):
+            lines = [*_largest(found, arms, name, most), *last]
+            parts.append(table([head, *arms], lines, total=False))
+    return "\n\n".join(parts)
+
+
+def _largest(
+    times: dict[str, dict[str, float]], arms: list[str], name: str, most: int
+) -> list[list[str]]:
+    """Return rows of the operations, or kernels, in which an observed step takes longer, and a row
+    of the others.
+    """
+    grown = sorted(
+        {each for arm in arms for each in times[arm]},
+        key=lambda each: (
+            -max(times[arm].get(each, 0.0) - times[PLAIN].get(each, 0.0) for arm in arms[1:]),
+            each,
+        ),
+    )
+    rows = [[each, *(f"{times[arm].get(each, 0.0):.2f}" for arm in arms)] for each in grown[:most]]
+    rest = [sum(times[arm].get(each, 0.0) for each in grown[most:]) for arm in arms]
+    return [*rows, [f"other {name}", *(f"{ms:.2f}" for ms in rest)]]

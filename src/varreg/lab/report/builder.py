@@ -25,6 +25,7 @@ TAGS = {
     "tuned": "lower test loss, but no sign that λ did it",
     "worse": "higher test loss",
     "same": "no detectable difference",
+    "mixed": "most seeds and the mean differ",
     "unknown": "cannot be said",
     "explained": "it reproduces, and a longer step explains it",
     "reproduced": "it reproduces",

@@ -88,8 +88,8 @@ class Verdicts:
         return verdict
 
     def of_values(self, call: Call, there: Place, which: int) -> Verdict:
-        """Return the same for the given values of all tensors. Make a trial each time, since values
-        may decide.
+        """Return whether each sample of a call affects only its own place in a result, for the
+        given values of all tensors. Make a trial each time, since values may decide.
         """
         with undisturbed():
             return try_call(call, there, which)

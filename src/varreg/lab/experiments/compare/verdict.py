@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 from typing import Any
 
 from varreg.lab.experiments.compare.contrast import PRIMARY, Contrast, pick, shared_seeds
-from varreg.lab.experiments.compare.estimates import Estimate, sign_test
+from varreg.lab.experiments.compare.estimates import Estimate, median_difference, sign_test
 from varreg.lab.report.format import number, percent
+
+WORDS = {-1: "lower", 1: "higher"}
 
 
 def sentences(
@@ -48,8 +51,11 @@ def sentences(
 
 
 def final_words(c: Contrast, a: dict[str, Any], b: dict[str, Any]) -> tuple[str, str]:
-    """Return "better", "worse", "same" or "unknown", and the sentence that says so. Only seeds that
-    both arms have count.
+    """Return "better", "worse", "same", "mixed" or "unknown", and the sentence that says so. Only
+    seeds that both arms have count.
+
+    The mean of the paired differences decides. The median stands beside it, which a run that broke
+    does not move: where the two differ, the sentence says so.
     """
     seeds = shared_seeds(a, b)
     if any(pick(a, "lost", seeds) + pick(b, "lost", seeds)):
@@ -67,11 +73,14 @@ def final_words(c: Contrast, a: dict[str, Any], b: dict[str, Any]) -> tuple[str,
         if math.isfinite(d.high - d.low)
         else "too few for an interval"
     )
-    lower = sum(
-        x < y for x, y in zip(pick(a, PRIMARY, seeds), pick(b, PRIMARY, seeds), strict=True)
-    )
+    x, y = (pick(arm, PRIMARY, seeds) for arm in (a, b))
+    lower, higher = (sum(map(test, x, y)) for test in (operator.lt, operator.gt))
+    middle = median_difference(x, y, c.level)
     pairs = f"{len(seeds)} paired seed{'s' * (len(seeds) != 1)}"
     said = f"{means}; difference {number(d.value)}, {sure}; lower on {lower} of {pairs}"
+    if middle.is_bounded:
+        bounds = f"{number(middle.low)} to {number(middle.high)}"
+        said += f", median difference {number(middle.value)}, interval {bounds}"
     said += "".join(
         f"; {arm['name']} broke in {sum(broke)} of {len(seeds)}"
         for arm in (a, b)
@@ -79,15 +88,36 @@ def final_words(c: Contrast, a: dict[str, Any], b: dict[str, Any]) -> tuple[str,
     )
     if d.low == d.high == 0:
         return "same", f"{c.arm} and {c.against} are identical: the same test loss on every seed."
+    by_mean, by_median = side_of(d), side_of(middle)
+    if by_mean and by_median == -by_mean:
+        return "mixed", (
+            f"{c.arm} has a {WORDS[by_mean]} mean test loss than {c.against}, but most seeds say "
+            f"the opposite ({said})."
+        )
+    if by_mean:
+        only = ", by the mean; by the median it cannot be told" * (
+            middle.is_bounded and not by_median
+        )
+        return ("better" if by_mean < 0 else "worse"), (
+            f"{c.arm} ends with a {WORDS[by_mean]} test loss than {c.against}{only} ({said})."
+        )
+    if by_median:
+        count = f"{lower if by_median < 0 else higher} of {len(seeds)} seeds"
+        return "mixed", (
+            f"{c.arm} ends with a {WORDS[by_median]} test loss than {c.against} on {count}, but by "
+            f"the mean no difference can be told ({said})."
+        )
     if not d.is_bounded:
         return (
             "unknown",
             f"{c.arm} and {c.against}: nothing can be said of their test losses ({said}).",
         )
-    if not d.excludes(0):
-        return "same", f"{c.arm} and {c.against}: no detectable difference in test loss ({said})."
-    kind, word = ("better", "lower") if d.value < 0 else ("worse", "higher")
-    return kind, f"{c.arm} ends with a {word} test loss than {c.against} ({said})."
+    return "same", f"{c.arm} and {c.against}: no detectable difference in test loss ({said})."
+
+
+def side_of(e: Estimate) -> int:
+    """Return -1 if an interval lies below 0, 1 if above; 0 if it has 0 in it, or no bounds."""
+    return 0 if not e.is_bounded else (e.low > 0) - (e.high < 0)
 
 
 def lost_words(c: Contrast, a: list[bool], b: list[bool]) -> tuple[str, str]:
