@@ -14,6 +14,9 @@ from varreg import backends, few_launches, native
 
 FUNCTIONS = [n for n in dir(backends.Backend) if not n.startswith("_")]
 
+# of native code only: native/spread.py, and WITH_NORMS in native/layer_sums.py
+NATIVE_ONLY = {"alone", "norms"}
+
 
 def names_of(function):
     return list(inspect.signature(function).parameters)
@@ -25,7 +28,7 @@ def test_the_cpu_has_the_kernels_in_c():
     for name in FUNCTIONS:
         ours, asked = names_of(getattr(native, name)), names_of(getattr(backends.Backend, name))[1:]
         assert ours[: len(asked)] == asked
-        assert set(ours) - set(asked) <= {"alone"}  # of native code only (native/spread.py)
+        assert set(ours) - set(asked) <= NATIVE_ONLY
 
 
 def test_those_in_triton_have_the_same_functions():
@@ -35,7 +38,7 @@ def test_those_in_triton_have_the_same_functions():
     for name in (*FUNCTIONS, "KNOWS_SINGLE_ROWS"):
         ours, theirs = getattr(triton, name), getattr(native, name)
         if callable(ours):
-            assert names_of(ours) == [n for n in names_of(theirs) if n != "alone"], name
+            assert names_of(ours) == [n for n in names_of(theirs) if n not in NATIVE_ONLY], name
 
 
 def test_a_device_without_kernels_leaves_the_step_to_pytorch():

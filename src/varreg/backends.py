@@ -112,7 +112,7 @@ class _Twins:
         return self._reason
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name.startswith("_") or name.isupper():
             raise AttributeError(name)
         return _leave
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import varreg
 from tests.support.measured import prepared, run, truth_of
 from tests.support.model_table import CASES, Fn
+from varreg import native
 from varreg.backends import TWINS, use
 from varreg.engine import sample_norms
 
@@ -88,6 +89,32 @@ def test_dense_layers_of_all_lengths(rows, backend):
     else:
         net(x).square().sum().backward()
     torch.testing.assert_close(observer.norms().values, torch.stack(truth), rtol=1e-9, atol=0)
+
+
+@pytest.mark.skipif(native.status() != "in use", reason=f"native kernel: {native.status()}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("repeated", [False, True])
+def test_layers_with_many_rows_compute_norms_beside_their_sums(dtype, repeated, monkeypatch):
+    """Not a second time from chunks, unless a parameter is used twice: cross terms count."""
+    torch.manual_seed(0)
+    first, rest = nn.Conv2d(3, 3, 3, padding=1, bias=False), nn.Conv2d(3, 4, 5)
+    again = [first, nn.Tanh()] if repeated else []
+    net = nn.Sequential(first, nn.Tanh(), *again, rest, nn.Flatten(2), nn.Linear(64, 3))
+    net, x = net.to(dtype), torch.randn(6, 3, 12, 12, dtype=dtype)
+    truth = []
+    for one in x:
+        net.zero_grad()
+        net(one[None]).square().sum().backward()
+        truth.append(torch.cat([p.grad.flatten() for p in net.parameters()]).double().norm())
+    net.zero_grad()
+    chunks, calls = sample_norms.from_chunks, []
+    monkeypatch.setattr(sample_norms, "from_chunks", lambda *c: [calls.append(c), chunks(*c)][1])
+    observer = varreg.observe(net, norms=True, reduction="sum")
+    net(x).square().sum().backward()
+    rtol = 1e-5 if dtype == torch.float32 else 1e-9
+    found = observer.norms().values.double()
+    torch.testing.assert_close(found, torch.stack(truth), rtol=rtol, atol=0)
+    assert len(calls) == repeated
 
 
 def small():

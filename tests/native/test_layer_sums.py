@@ -60,6 +60,23 @@ def test_a_matrix_product_of_any_size(b, r, o, i, groups, threads, dtype, crosse
     torch.testing.assert_close(found.total, total, **CLOSE[dtype])
     torch.testing.assert_close(found.square, square, **CLOSE[dtype])
     torch.testing.assert_close(tuple(found.bias), both_sums(delta.sum(1), groups), **CLOSE[dtype])
+    again = layer_sums.outer(delta, a, groups, bias=True, norms=True)
+    assert_norms(again, found, torch.einsum("bro,bri->boi", delta, a), groups)
+
+
+def assert_norms(found, plain, c, groups):
+    """|c_b|² as by definition, if each group has one sample, and the same sums beside it."""
+    for name in ("total", "square", "bias"):
+        both = getattr(found, name), getattr(plain, name)
+        torch.testing.assert_close(
+            *both, rtol=1e-4 if c.dtype == torch.float32 else 1e-11, atol=1e-6
+        )
+    if groups != len(c):
+        assert found.norms is None
+        return
+    norms = c.double().flatten(1).square().sum(1)
+    tolerance = 1e-4 if c.dtype == torch.float32 else 1e-11
+    torch.testing.assert_close(found.norms, norms, rtol=tolerance, atol=tolerance)
 
 
 @needs_compiler
@@ -72,10 +89,12 @@ def test_a_product_in_pieces(at_once, monkeypatch):
     torch.set_num_threads(2)
     delta, a = torch.randn(11, 16, 50), torch.randn(11, 16, 75)
     for groups in (11, 4, 1):
-        found = layer_sums.outer(delta, a, groups)
+        found = layer_sums.outer(delta, a, groups, bias=True)
         total, square = both_sums(torch.einsum("bro,bri->boi", delta, a), groups)
         torch.testing.assert_close(found.total, total, rtol=1e-11, atol=1e-11)
         torch.testing.assert_close(found.square, square, rtol=1e-11, atol=1e-11)
+        again = layer_sums.outer(delta, a, groups, bias=True, norms=True)
+        assert_norms(again, found, torch.einsum("bro,bri->boi", delta, a), groups)
 
 
 CONVOLUTIONS = {  # channels, height, width, features, kernel, stride, padding, dilation, parts
@@ -124,6 +143,11 @@ def test_a_convolution(name, order):
         torch.testing.assert_close(found.square, square, rtol=1e-11, atol=1e-11)
         biases = both_sums(dy.sum((2, 3)).unflatten(0, (-1, per)).sum(1), groups)
         torch.testing.assert_close(tuple(found.bias), biases, rtol=1e-11, atol=1e-11)
+        if parts == channels > 1:  # depthwise: PyTorch computes them
+            continue
+        how = {"per": per, "parts": parts, "bias": True, "norms": True}
+        again = layer_sums.conv(x, dy, kernel, *pairs, groups, **how)
+        assert_norms(again, found, c.unflatten(0, (-1, per)).sum(1), groups)
 
 
 def _gradient(weight, x, dy, *how):

@@ -11,8 +11,7 @@ are all that moments need; both add up over micro-batches and ranks. A `Contribu
 produce C_u for a few groups at a time, so that nothing of the size batch × parameters has to exist
 at once.
 
-Letters: b samples, u groups, r rows of one sample (time steps, pixels), o and i features, g
-convolution groups.
+Letters: b samples, u groups, r rows of a sample (time steps, pixels), o and i features.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ GRADIENTS = Workspace()
 """Memory for the contributions of a few groups."""
 
 Sums = tuple[Tensor | None, ...]
-"""S and W; None for an empty batch. If a kernel writes S twice, a third tensor is the copy of S, in
-memory of its own, which becomes `p.grad`."""
+"""S and W; None for an empty batch. A third one is another S, which becomes `p.grad`."""
 
 
 @functools.cache
@@ -69,6 +67,8 @@ class Contribution:
     """
 
     chunk, at_once = CHUNK, CHUNK_GROUPS
+    norms: Tensor | None = None  # |c_i|², `[batch]`, if `kernels` has computed it
+    kernels: Any = None  # kernels of a layer, in place of those of the backend
 
     def __init__(self, partition: Partition, shape: torch.Size):
         self.partition = partition
@@ -128,9 +128,8 @@ class Contribution:
         for n, c in self.chunks():
             c = c.double()  # before squaring: only the squares leave the range
             s, w = c.sum(0), c.square_().sum(0).div_(n)
-            total, square = (
-                (s, w) if total is None or square is None else (total.add_(s), square.add_(w))
-            )
+            total = s if total is None else total.add_(s)
+            square = w if square is None else square.add_(w)
         return total, square
 
     def size(self) -> Tensor | float:
@@ -190,9 +189,10 @@ class Weight(Contribution):
         """Return the sums of the weight, and those of its bias; None in place of the latter if
         there is no bias, or if `self.bias` has to compute them itself.
         """
-        both = self.sums_in_one_pass()
+        both = self.sums_in_one_pass(self.kernels)
         if both is None:
             return super().sums(), None
+        self.norms = both.norms
         total, square = both.total.view(self.shape), both.square.view(self.shape)
         copies = () if both.again is None else (both.again.view(self.shape),)
         return (total, square, *copies), None if both.bias is None else tuple(both.bias)

@@ -113,8 +113,7 @@ class Ledger:
 
         self.is_float64 = False  # True: sums are float64; float32 would overflow or underflow
         self.is_check_due = True  # True: the next window compares p.grad with the sums
-        # on devices, by number of rows: whether rows that all samples look up were distinct
-        self.distinct_rows: dict[int, bool] = {}
+        self.distinct_rows: dict[int, bool] = {}  # on devices, by number: rows looked up differ
         self.is_used_unseen = False  # True: some use is not seen; compare in every window
         self.restart(is_complete=False)
 
@@ -183,8 +182,8 @@ class Ledger:
 
     def sums_with_bias(self, weight: Weight) -> tuple[Any, Any]:
         """Return the sums of a weight and of its bias, from one pass; None where it gives none."""
-        is_other = self.must_wait or self.is_float64
-        return (None, None) if is_other else weight.sums_with_bias()
+        weight.kernels = self.recorder and self.recorder.kernels(weight)
+        return (None, None) if self.must_wait or self.is_float64 else weight.sums_with_bias()
 
     def add(self, use: Contribution, dtype: torch.dtype, sums: Any = None) -> Tensor | None:
         """Add the contributions of a use, with the result of `sums_with_bias`, if it is known.
@@ -202,10 +201,11 @@ class Ledger:
         return total if total is None or total.dtype == dtype else total.to(dtype)
 
     def _add_sums(self, contribution: Contribution, sums: Sums | None = None) -> Tensor | None:
-        """Add S and W of a window's contributions, and count its samples. Return S; or its second
-        copy, if there is one, which p.grad can own. `sums` are S and W, if they are known.
+        """Add S and W (`sums`, if they are known) of a window's contributions, and count its
+        samples. Return S; or its second copy, if there is one, which p.grad can own.
         """
         if sums is None or self.is_float64:
+            contribution.kernels = self.recorder and self.recorder.kernels(contribution)
             sums = contribution.precise_sums() if self.is_float64 else contribution.sums()
         total, square, *copies = sums
         if total is not None and square is not None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from varreg.backends import BACKENDS
 from varreg.devices import widest
 from varreg.engine.combined import Scattered
 from varreg.engine.contribution import Bias, Contribution, Dense, Outer
@@ -41,9 +42,21 @@ class NormRecorder:
     def __init__(self, window: Window):
         self.window = window
 
+    def kernels(self, c: Contribution) -> Any:
+        """Return kernels that compute |c_i|² in the pass that computes S and W; None if there are
+        none, or if another way is faster.
+        """
+        source = None if isinstance(c, Outer) and _has_few_rows(c) else c.source()
+        known = None if source is None else BACKENDS[source.device.type]
+        return getattr(known, "WITH_NORMS", None)
+
     def record(self, ledger: Ledger, contribution: Contribution) -> Tensor:
         """Record |c_i|² of all uses of a parameter in the running backward, and return them."""
-        squares = from_chunks(contribution, True) if ledger.is_float64 else squared(contribution)
+        if ledger.is_float64:
+            squares = from_chunks(contribution, True)
+        else:
+            known = contribution.norms  # from the pass that computed S and W
+            squares = squared(contribution) if known is None else known
         part = NormsOfWindow(self.window.number, frozenset(ledger.arriving), widest(squares))
         ledger.norms.append(part)
         return part.squares
@@ -82,13 +95,19 @@ def _(c: Scattered) -> Tensor:
     return squared(c.looked_up)  # each row is looked up once: nothing is added up
 
 
+def _has_few_rows(c: Outer) -> bool:
+    """Return whether the products of a sample's rows are fewer numbers than its c_b."""
+    (_, r, o), i = c.delta.shape, c.a.shape[2]
+    return r * (o + i) < o * i
+
+
 @squared.register
 def _(c: Outer) -> Tensor:
     """Return |δ|²|a|² for one row; Σ_rs (δ_r·δ_s)(a_r·a_s) where rows are few."""
-    (b, r, o), i = c.delta.shape, c.a.shape[2]
+    b, r, _ = c.delta.shape
     if r == 1:
         return _squares(c.delta) * _squares(c.a)
-    if r * (o + i) >= o * i or not b:
+    if not _has_few_rows(c) or not b:
         return from_chunks(c)
     step = max(1, WORKSPACE // (r * r))
     found = []

@@ -9,7 +9,15 @@ is installed, and kept in the user's cache. Without kernels, the definitions are
 """
 
 from varreg.native import contract, layer_sums, reductions
-from varreg.native.layer_sums import KNOWS_SINGLE_ROWS, conv, lookup, outer, sums, total
+from varreg.native.layer_sums import (
+    KNOWS_SINGLE_ROWS,
+    WITH_NORMS,
+    conv,
+    lookup,
+    outer,
+    sums,
+    total,
+)
 from varreg.native.library import status
 from varreg.native.noise_sums import noise_sums
 from varreg.native.reductions import (
@@ -23,6 +31,7 @@ from varreg.native.step import compare, lambdas, repeat, serves, update, varianc
 
 __all__ = [
     "KNOWS_SINGLE_ROWS",
+    "WITH_NORMS",
     "compare",
     "contract",
     "conv",

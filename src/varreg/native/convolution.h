@@ -146,30 +146,32 @@ static inline NAME(lines) NAME(lines_of)(const Convolution *s, const NAME(plan) 
 static inline void NAME(block)(const Convolution *s, const NAME(plan) *p, const NAME(panel) *panel,
                                int64_t k, int64_t units, int64_t n, const REAL *b,
                                const NAME(lines) *at, const REAL *deltas, REAL *S, REAL *W,
-                               double *spread, REAL share) {
+                               double *spread, REAL share, REAL *own) {
     int64_t from = NAME(begin)(k, s->o), mr = NAME(begin)(k + 1, s->o) - from,
             place = from * p->ld + panel->in_sums;
-    NAME(tiles)[mr - 1][panel->nv - 1][!!spread](units, n, deltas + units * n * p->r * from, b, at,
-                                                 S + place, spread ? (void *)spread : W + place,
-                                                 p->ld, panel->valid, share);
+    NAME(tiles)[mr - 1][panel->nv - 1][own ? NORMS : spread ? SUM : PLAIN](
+        units, n, deltas + units * n * p->r * from, b, at, S + place,
+        spread ? (void *)spread : W + place, p->ld, panel->valid, share, own);
 }
 
 /* Compute one part. Return the size of the scratch memory that this needs, in numbers; if `scratch`
-   is NULL, do nothing else. `bias` is [images, wide]. Without W, each thread has its part of the
-   sum of W in `spread`. */
+   is NULL, do nothing else. `bias` is [images, wide]. Without W, each thread adds its part of the
+   sum of W to `extra`; with W and `extra`, its part of each sample's norm: see dense.h. */
 static int64_t NAME(part)(const Convolution *s, const REAL *x, const REAL *delta, REAL *S, REAL *W,
-                          REAL *bias, REAL *scratch, double *spread, int64_t wide, int threads) {
-    const int64_t both = spread ? 1 : 2; /* sums: S and W, or S */
+                          REAL *bias, REAL *scratch, double *extra, int64_t wide, int threads) {
+    const int alone = extra && !W;
+    const int64_t both = alone ? 1 : 2; /* sums: S and W, or S */
+    const int64_t batch = s->images / s->per;
     const NAME(plan) p = NAME(plan_of)(s, threads);
     const NAME(groups) all = {s->groups, s->images / s->per / s->groups,
                               s->images / s->per % s->groups};
     const int64_t most = (all.size + (all.larger > 0)) * s->per * p.at_once, slack = NV * LANES,
-                  own = s->o * p.ld;
+                  kernel = s->o * p.ld;
     const int64_t room = most * (p.image + p.r * s->o) + 2 * slack;
     /* memory of each thread, to join taps and to copy a panel */
     const int64_t frame =
         (p.joined ? p.frame : 0) + (p.shared ? most * p.r * NV * LANES : 0) + slack;
-    const int64_t rooms = p.shared ? 1 : threads, each = (p.shared ? both : 2 * both) * own,
+    const int64_t rooms = p.shared ? 1 : threads, each = (p.shared ? both : 2 * both) * kernel,
                   sums = each * rooms;
     const int64_t needs = sums + rooms * room + threads * frame;
     if (!scratch) return needs;
@@ -184,7 +186,8 @@ static int64_t NAME(part)(const Convolution *s, const REAL *x, const REAL *delta
             REAL *images = scratch + sums, *deltas = images + count * p.image + slack;
 #pragma omp parallel num_threads(threads)
             {
-                double squares = 0;
+                double squares = 0, *norms = extra && W ? NORMS_OF(extra, batch) : 0;
+                REAL *own = norms ? OWN_OF(norms, batch) : 0;
 #pragma omp for schedule(static)
                 for (int64_t k = 0; k < count; k++)
                     NAME(pack)(s, &p, run.start * s->per + k, x, delta, bias, wide,
@@ -208,10 +211,11 @@ static int64_t NAME(part)(const Convolution *s, const REAL *x, const REAL *delta
                                            NV * LANES, lines.inner, panel.nv * LANES);
                     last = work / blocks;
                     NAME(block)(s, &p, &panel, work % blocks, units, n, copy, &copied, deltas,
-                                scratch, scratch + own, spread ? &squares : 0,
-                                (REAL)1 / (REAL)run.n);
+                                scratch, scratch + kernel, alone ? &squares : 0,
+                                (REAL)1 / (REAL)run.n, own);
+                    if (norms) NAME(take_own)(norms + run.start, own, units, panel.valid);
                 }
-                if (spread) spread[THREAD] += squares;
+                if (alone) extra[THREAD] += squares;
             }
             first = run.end;
         }
@@ -222,8 +226,9 @@ static int64_t NAME(part)(const Convolution *s, const REAL *x, const REAL *delta
 #pragma omp parallel num_threads(threads)
         {
             REAL *images = scratch + sums + THREAD * room, *all_sums = scratch + THREAD * each,
-                 *some = all_sums + both * own;
-            double squares = 0;
+                 *some = all_sums + both * kernel;
+            double squares = 0, *norms = extra && W ? NORMS_OF(extra, batch) : 0;
+            REAL *own = norms ? OWN_OF(norms, batch) : 0;
             int64_t since = 0; /* groups that were added to `some`, and not to `all_sums` yet */
 #pragma omp for schedule(dynamic) nowait
             for (int64_t piece = 0; piece < pieces + others; piece++) {
@@ -240,17 +245,18 @@ static int64_t NAME(part)(const Convolution *s, const REAL *x, const REAL *delta
                     const NAME(panel) panel = NAME(panel_of)(s, &p, work / panels, work % panels);
                     for (int64_t k = 0; k < blocks; k++)
                         NAME(block)(s, &p, &panel, k, units, n, images + panel.place, &lines,
-                                    deltas, some, some + own, spread ? &squares : 0,
-                                    (REAL)1 / (REAL)run.n);
+                                    deltas, some, some + kernel, alone ? &squares : 0,
+                                    (REAL)1 / (REAL)run.n, own);
+                    if (norms) NAME(take_own)(norms + run.start, own, units, panel.valid);
                 }
                 since += units;
                 if (since >= CHAIN) {
-                    NAME(fold)(all_sums, some, both * own);
+                    NAME(fold)(all_sums, some, both * kernel);
                     since = 0;
                 }
             }
-            NAME(fold)(all_sums, some, both * own);
-            if (spread) spread[THREAD] += squares;
+            NAME(fold)(all_sums, some, both * kernel);
+            if (alone) extra[THREAD] += squares;
         }
     }
     /* from [o, taps, places of a tap, c] to [o, c, kh, kw] */
@@ -258,7 +264,7 @@ static int64_t NAME(part)(const Convolution *s, const REAL *x, const REAL *delta
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t o = 0; o < s->o; o++)
         for (int k = 0; k < both; k++) {
-            REAL *sum = scratch + k * own + o * p.ld, *to = (k ? W : S) + o * s->c * places;
+            REAL *sum = scratch + k * kernel + o * p.ld, *to = (k ? W : S) + o * s->c * places;
             for (int64_t t = 1; t < rooms; t++)
                 for (int64_t j = 0; j < p.ld; j++) sum[j] += sum[t * each + j];
             for (int64_t tap = 0; tap < p.taps; tap++)
@@ -269,7 +275,7 @@ static int64_t NAME(part)(const Convolution *s, const REAL *x, const REAL *delta
 }
 
 static void NAME(conv_of)(const REAL *x, const REAL *delta, REAL *S, REAL *W, REAL *bias,
-                          REAL *scratch, double *spread, Convolution *whole, int threads) {
+                          REAL *scratch, double *extra, Convolution *whole, int threads) {
     Convolution s = *whole;
     s.c /= s.parts;
     s.o /= s.parts;
@@ -280,7 +286,7 @@ static void NAME(conv_of)(const REAL *x, const REAL *delta, REAL *S, REAL *W, RE
     }
     for (int64_t k = 0; k < s.parts; k++)
         NAME(part)(&s, x + k * s.c * s.x_channel, delta + k * s.o * s.d_channel, S + k * weights,
-                   W ? W + k * weights : 0, bias ? scratch + k * s.o : 0, scratch + sums, spread,
+                   W ? W + k * weights : 0, bias ? scratch + k * s.o : 0, scratch + sums, extra,
                    whole->o, threads);
     if (bias) NAME(bias)(scratch, bias, s.images / s.per, s.per, s.groups, whole->o);
 }

@@ -6,8 +6,13 @@
    A tile is MR output features times NV vectors of input features. delta is packed, so that the MR
    numbers of a row are adjacent in memory.
 
-   If only the sum of all elements of W is wanted (`alone`), a tile adds its part to one number in
-   double precision, and W is not written. Only the first `valid` numbers of a row count. */
+   If only the sum of all elements of W is wanted (SUM), a tile adds its part to one number in
+   double precision, and W is not written. With NORMS, it also adds up C_u^2 over the tile's output
+   features, for each unit u by itself, in `own`. Only the first `valid` numbers of a row count. */
+#ifndef DENSE
+#define DENSE
+enum { PLAIN, SUM, NORMS, MODES };
+#endif
 
 /* The places of the rows of one sample's input features. There are `outer` times `inner` rows; for
    a convolution, these are its output lines, and the pixels of a line. */
@@ -17,9 +22,10 @@ typedef struct {
 
 #define UNROLL _Pragma("GCC unroll 12")
 static inline __attribute__((always_inline)) void
-NAME(tile)(const int mr, const int nv, const int alone, int64_t units, int64_t n, const REAL *a,
+NAME(tile)(const int mr, const int nv, const int mode, int64_t units, int64_t n, const REAL *a,
            const REAL *b, const NAME(lines) *at, REAL *restrict S, void *restrict W, int64_t ld,
-           int64_t valid, REAL share) {
+           int64_t valid, REAL share, REAL *restrict own) {
+    const int alone = mode == SUM;
     /* a few groups at a time: one long chain of additions would drift */
     for (int64_t first = 0; first < units; first += CHAIN) {
         NAME(vec) total[MR][NV], square[MR][NV], all[NV] = {{0}};
@@ -47,6 +53,13 @@ NAME(tile)(const int mr, const int nv, const int alone, int64_t units, int64_t n
                     else
                         square[m][v] += c[m][v] * c[m][v];
                 }
+            if (mode == NORMS) {
+                UNROLL for (int v = 0; v < nv; v++) {
+                    NAME(vec) sum = AT(own + (u * NV + v) * LANES);
+                    UNROLL for (int m = 0; m < mr; m++) sum += c[m][v] * c[m][v];
+                    AT(own + (u * NV + v) * LANES) = sum;
+                }
+            }
         }
         UNROLL for (int m = 0; m < mr; m++)
             UNROLL for (int v = 0; v < nv; v++) {
@@ -59,30 +72,35 @@ NAME(tile)(const int mr, const int nv, const int alone, int64_t units, int64_t n
     }
 }
 
-#define TILE(M, V, KIND, ALONE)                                                                    \
-    static __attribute__((noinline)) void NAME(KIND##M##x##V)(                                     \
+#define TILE(M, V, MODE)                                                                           \
+    static __attribute__((noinline)) void NAME(tile##M##x##V##MODE)(                               \
         int64_t units, int64_t n, const REAL *a, const REAL *b, const NAME(lines) *at, REAL *S,    \
-        void *W, int64_t ld, int64_t valid, REAL share) {                                          \
-        NAME(tile)(M, V, ALONE, units, n, a, b, at, S, W, ld, valid, share);                       \
+        void *W, int64_t ld, int64_t valid, REAL share, REAL *own) {                               \
+        NAME(tile)(M, V, MODE, units, n, a, b, at, S, W, ld, valid, share, own);                   \
     }
-#define TILES(M) TILE(M, 1, tile, 0) TILE(M, 2, tile, 0) TILE(M, 1, sum, 1) TILE(M, 2, sum, 1)
+#define TILES(M)                                                                                   \
+    TILE(M, 1, PLAIN) TILE(M, 2, PLAIN) TILE(M, 1, SUM) TILE(M, 2, SUM)                            \
+    TILE(M, 1, NORMS) TILE(M, 2, NORMS)
 TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6)
 #if MR == 12
 TILES(7) TILES(8) TILES(9) TILES(10) TILES(11) TILES(12)
 #endif
 typedef void (*NAME(tile_of))(int64_t, int64_t, const REAL *, const REAL *, const NAME(lines) *,
-                              REAL *, void *, int64_t, int64_t, REAL);
-#define EACH(M) {{NAME(tile##M##x1), NAME(sum##M##x1)}, {NAME(tile##M##x2), NAME(sum##M##x2)}}
-static const NAME(tile_of) NAME(tiles)[MR][NV][2] = {EACH(1),  EACH(2), EACH(3), EACH(4),
-                                                     EACH(5),  EACH(6),
+                              REAL *, void *, int64_t, int64_t, REAL, REAL *);
+#define EACH(M, V)                                                                                 \
+    {NAME(tile##M##x##V##PLAIN), NAME(tile##M##x##V##SUM), NAME(tile##M##x##V##NORMS)}
+#define BOTH(M) {EACH(M, 1), EACH(M, 2)}
+static const NAME(tile_of) NAME(tiles)[MR][NV][MODES] = {BOTH(1),  BOTH(2), BOTH(3), BOTH(4),
+                                                         BOTH(5),  BOTH(6),
 #if MR == 12
-                                                     EACH(7),  EACH(8), EACH(9), EACH(10),
-                                                     EACH(11), EACH(12)
+                                                         BOTH(7),  BOTH(8), BOTH(9), BOTH(10),
+                                                         BOTH(11), BOTH(12)
 #endif
 };
 #undef TILE
 #undef TILES
 #undef EACH
+#undef BOTH
 
 /* Output features are divided into blocks of about equal size, at most one tile high. Their sizes
    are multiples of MR/3, except for the last. These are the number of blocks, and the first feature
@@ -201,13 +219,31 @@ static void NAME(bias)(const REAL *of, REAL *sums, int64_t batch, int64_t per, i
     }
 }
 
+/* Where a thread adds up C_u^2 of each unit: `norms` has one number for each unit, and after them
+   is `own` of the tiles, NV vectors for each unit. `extra` has the memory of all threads. */
+#define NORMS_OF(extra, batch) ((extra) + THREAD * (batch) * (1 + NV * LANES))
+#define OWN_OF(norms, batch) ((REAL *)((norms) + (batch)))
+
+/* Add the valid numbers of `own` to the norms, and set `own` to 0. */
+static void NAME(take_own)(double *restrict norms, REAL *restrict own, int64_t units,
+                           int64_t valid) {
+    for (int64_t u = 0; u < units; u++, own += NV * LANES) {
+        REAL sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t v = 0; v < valid; v++) sum += own[v];
+        norms[u] += sum;
+        memset(own, 0, NV * LANES * sizeof(REAL));
+    }
+}
+
 /* Compute S and W [o, i] of dense layers from delta [b, r, o] and a [b, r, i]; with `bias`, also
-   both sums of the bias, [2, o]. Without W, each thread adds its part of the sum of W to `spread`.
+   both sums of the bias, [2, o]. Without W, each thread adds its part of the sum of W to `extra`.
+   With W and `extra`, each thread adds its part of each sample's norm to `extra`: see NORMS_OF.
  */
 static void NAME(outer_of)(const REAL *delta, const REAL *a, REAL *S, REAL *W, REAL *bias,
-                           REAL *scratch, double *spread, int64_t batch, int64_t groups, int64_t r,
+                           REAL *scratch, double *extra, int64_t batch, int64_t groups, int64_t r,
                            int64_t o, int64_t i, int64_t at_once, int threads) {
-    const int alone = !W;
+    const int mode = !extra ? PLAIN : W ? NORMS : SUM, alone = mode == SUM;
     REAL *sums = scratch; /* sums of delta over the rows of each sample */
     scratch += bias ? batch * o : 0;
     NAME(clear)(S, o * i, threads);
@@ -227,7 +263,8 @@ static void NAME(outer_of)(const REAL *delta, const REAL *a, REAL *S, REAL *W, R
         {
             REAL *panel = scratch + rows * o + LANES + THREAD * (rows * width + LANES);
             int64_t packed = -1;
-            double squares = 0;
+            double squares = 0, *norms = mode == NORMS ? NORMS_OF(extra, batch) : 0;
+            REAL *own = norms ? OWN_OF(norms, batch) : 0;
             /* pack delta: [block][rows][its features] */
 #pragma omp for schedule(static)
             for (int64_t sample = 0; sample < units * n; sample++) {
@@ -257,14 +294,14 @@ static void NAME(outer_of)(const REAL *delta, const REAL *a, REAL *S, REAL *W, R
                     REAL *total = S + feature * i + from,
                          *square = alone ? 0 : W + feature * i + from;
                     if (wide == nv * LANES)
-                        NAME(tiles)[mr - 1][nv - 1][alone](units, 1, deltas, panel, &at, total,
-                                                           alone ? (void *)&squares : square, i,
-                                                           wide, share);
+                        NAME(tiles)[mr - 1][nv - 1][mode](units, 1, deltas, panel, &at, total,
+                                                          alone ? (void *)&squares : square, i,
+                                                          wide, share, own);
                     else { /* the last panel is narrower than its vectors */
                         REAL t[MR * NV * VECTOR / sizeof(REAL)] = {0},
                                                   q[MR * NV * VECTOR / sizeof(REAL)] = {0};
-                        NAME(tiles)[mr - 1][nv - 1][0](units, 1, deltas, panel, &at, t, q, width,
-                                                       wide, share);
+                        NAME(tiles)[mr - 1][nv - 1][alone ? PLAIN : mode](
+                            units, 1, deltas, panel, &at, t, q, width, wide, share, own);
                         for (int64_t m = 0; m < mr; m++)
                             for (int64_t v = 0; v < wide; v++) {
                                 total[m * i + v] += t[m * width + v];
@@ -275,8 +312,9 @@ static void NAME(outer_of)(const REAL *delta, const REAL *a, REAL *S, REAL *W, R
                             }
                     }
                 }
+                if (norms) NAME(take_own)(norms + run.start, own, units, wide);
             }
-            if (alone) spread[THREAD] += squares;
+            if (alone) extra[THREAD] += squares;
         }
         first = run.end;
     }

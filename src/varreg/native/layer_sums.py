@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,8 @@ class Sums(NamedTuple):
     """
     again: Tensor | None = None
     """A second S in its own memory, if the kernel can write it without another launch."""
+    norms: Tensor | None = None
+    """|c_b|² of each sample, `[batch]` in double precision, if asked for and computed."""
 
 
 def sums(values: Tensor, groups: int) -> tuple[Tensor, Tensor] | None:
@@ -72,10 +75,16 @@ def total(values: Tensor) -> Tensor | None:
 
 
 def outer(
-    delta: Tensor, a: Tensor, groups: int, bias: bool = False, sum_only: bool = False
+    delta: Tensor,
+    a: Tensor,
+    groups: int,
+    bias: bool = False,
+    sum_only: bool = False,
+    norms: bool = False,
 ) -> Sums | None:
     """Return the sums of c_b = Σ_r δ_br ⊗ a_br, with δ `[b, r, o]` and a `[b, r, i]`; None where
-    PyTorch is needed. With `sum_only`, compute the sum of W over its elements, in place of W.
+    PyTorch is needed. With `sum_only`, compute the sum of W over its elements, in place of W. With
+    `norms`, compute |c_b|², too, if each group has one sample.
     """
     (b, r, o), i = delta.shape, a.shape[2]
     if not (b and r and o and i and library.serves(delta, a)):
@@ -90,8 +99,18 @@ def outer(
     at_once = min(max(1, PACKED // (group * row)), groups)
     memory = _SCRATCH.room(b * o + group * at_once * row + 2 * PANEL * (threads + 1), delta)
     name, sizes = "outer_spread" if sum_only else "outer", (b, groups, r, o, i, at_once)
+    if norms and groups == b and not sum_only:
+        extra = _extra(b, threads)
+        tensors = (delta, a, total, square, extra, both, memory)
+        library.call("outer_norms", tensors, sizes, (), threads)
+        return Sums(total, square, both, norms=extra[:b])
     library.call(name, (delta, a, total, square, both, memory), sizes, (), threads)
     return Sums(total, square, both)
+
+
+def _extra(batch: int, threads: int) -> Tensor:
+    """Return memory for the norms of samples, which each thread adds up by itself."""
+    return torch.zeros(threads * batch * (1 + PANEL), dtype=torch.float64, device="cpu")
 
 
 def conv(
@@ -107,14 +126,16 @@ def conv(
     parts: int = 1,
     bias: bool = False,
     sum_only: bool = False,
+    norms: bool = False,
 ) -> Sums | None:
     """Return the sums of a convolution's kernel `[o, c/parts, *kernel]`, from x `[b·per, c, …]` and
     δ `[b·per, o, …]`; None where PyTorch is needed.
 
     `padding` is the padding before the first pixel, `per` the number of images of a sample, and
     `parts` the number of parts into which the convolution divides its channels. Torch calls these
-    parts groups; here, groups are groups of samples. With `sum_only`, compute the sum of
-    W over its elements, in place of W.
+    parts groups; here, groups are groups of samples. With `sum_only`, compute the sum of W over its
+    elements, in place of W. With `norms`, compute |c_b|², too, if each group has one sample; not
+    for a depthwise convolution.
     """
     if x.dim() not in (3, 4) or not (x.numel() and delta.numel() and library.serves(x, delta)):
         return None
@@ -138,6 +159,12 @@ def conv(
     )
     memory = _SCRATCH.room(shape.scratch, x)
     square = x.new_zeros(threads, dtype=torch.float64) if sum_only else torch.empty_like(total)
+    batch = x.shape[0] // per
+    if norms and groups == batch and not (sum_only or depthwise):
+        extra = _extra(batch, threads)
+        tensors = (x, delta, total, square, extra, both, memory)
+        library.call("conv_norms", tensors, (), (), threads, shape)
+        return Sums(total, square, both, norms=extra[:batch])
     name = ("depthwise" if depthwise else "conv") + "_spread" * sum_only
     library.call(name, (x, delta, total, square, both, memory), (), (), threads, shape)
     return Sums(total, square, both)
@@ -168,6 +195,12 @@ def lookup(
         library.threads_for(dy.numel()),
     )
     return total, square
+
+
+WITH_NORMS = SimpleNamespace(
+    outer=functools.partial(outer, norms=True), conv=functools.partial(conv, norms=True)
+)
+"""The kernels of layers that also compute norms."""
 
 
 @functools.lru_cache(maxsize=SHAPES)

@@ -13,6 +13,27 @@ void NAME(outer_spread)(const REAL *delta, const REAL *a, REAL *S, double *sprea
     NAME(outer_of)(delta, a, S, 0, bias, scratch, spread, batch, groups, r, o, i, at_once, threads);
 }
 
+/* Add the norms of all threads to those of the first. */
+static void NAME(join_norms)(double *extra, int64_t batch, int threads) {
+    for (int t = 1; t < threads; t++)
+        for (int64_t u = 0; u < batch; u++) extra[u] += extra[t * batch * (1 + NV * LANES) + u];
+}
+
+/* With W, and with the squared norm of each sample's contribution at the beginning of `extra`:
+   zeros, threads * batch * (1 + NV * LANES). Each group has one sample. */
+void NAME(outer_norms)(const REAL *delta, const REAL *a, REAL *S, REAL *W, double *extra,
+                       REAL *bias, REAL *scratch, int64_t batch, int64_t groups, int64_t r,
+                       int64_t o, int64_t i, int64_t at_once, int threads) {
+    NAME(outer_of)(delta, a, S, W, bias, scratch, extra, batch, groups, r, o, i, at_once, threads);
+    NAME(join_norms)(extra, batch, threads);
+}
+
+void NAME(conv_norms)(const REAL *x, const REAL *delta, REAL *S, REAL *W, double *extra, REAL *bias,
+                      REAL *scratch, Convolution *s, int threads) {
+    NAME(conv_of)(x, delta, S, W, bias, scratch, extra, s, threads);
+    NAME(join_norms)(extra, s->images / s->per, threads);
+}
+
 void NAME(conv)(const REAL *x, const REAL *delta, REAL *S, REAL *W, REAL *bias, REAL *scratch,
                 Convolution *s, int threads) {
     NAME(conv_of)(x, delta, S, W, bias, scratch, 0, s, threads);
