@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.support.optimizer_table import RULES, SETTINGS
 from tests.support.truth import losses, one_at_a_time, sample_weights
 from tests.support.update_rules import Reference
 from varreg.native import library
+from varreg.optim import adam, increments
 
 pytestmark = pytest.mark.sampled(4)
 BATCH = 6
@@ -81,6 +83,12 @@ def test_against_the_formula(name, setting, version):
     run(name, RULES[name].settings[setting], version)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "setting", "version"), VERSIONS)
+def test_long_against_the_formula(name, setting, version):
+    run(name, RULES[name].settings[setting], version, steps=25)
+
+
 OPTIONS = {
     "history sum": {"history": "sum"},
     "history ema": {"history": "ema", "history_beta": 0.8},
@@ -109,6 +117,13 @@ def test_options_against_the_formula(name, options):
     run(name, RULES[name].settings["plain"], options, steps=10)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("name", RULES)
+def test_long_options_against_the_formula(name, options):
+    run(name, RULES[name].settings["plain"], options, steps=20)
+
+
 @pytest.mark.parametrize("options", [{}, *OPTIONS.values()], ids=["defaults", *OPTIONS])
 def test_without_the_compiled_kernel(options, monkeypatch):
     monkeypatch.setattr(library, "serves", lambda *_: False)
@@ -134,28 +149,110 @@ def norm_clip(means):
     return {n: g * min(1.0, 0.05 / (norm + 1e-6)) for n, g in means.items()}
 
 
-@pytest.mark.parametrize(("name", "setting"), SETTINGS)
-def test_clipping_by_norm_leaves_rho_alone(name, setting):
+def run_clipped_by_norm(name, setting, steps):
     run(
         name,
         RULES[name].settings[setting],
         {},
-        steps=10,
+        steps,
         clip=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.05),
         clip_reference=norm_clip,
     )
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_clipping_by_value_leaves_rho_alone(name):
+def run_clipped_by_value(name, steps):
     run(
         name,
         RULES[name].settings["plain"],
         {},
-        steps=10,
+        steps,
         clip=lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.05),
         clip_reference=lambda means: {n: g.clamp(-0.05, 0.05) for n, g in means.items()},
     )
+
+
+@pytest.mark.parametrize(("name", "setting"), SETTINGS)
+def test_clipping_by_norm_leaves_rho_alone(name, setting):
+    run_clipped_by_norm(name, setting, steps=10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "setting"), SETTINGS)
+def test_long_clipping_by_norm_leaves_rho_alone(name, setting):
+    run_clipped_by_norm(name, setting, steps=20)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_clipping_by_value_leaves_rho_alone(name):
+    run_clipped_by_value(name, steps=10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RULES)
+def test_long_clipping_by_value_leaves_rho_alone(name):
+    run_clipped_by_value(name, steps=20)
+
+
+WRONG = {
+    "V of the heavy ball decays by μ": (
+        ("SGD", "momentum"),
+        "momentum",
+        lambda V, s2, mu, dampening, first: (
+            V.copy_(s2) if first else V.mul_(mu).add_(s2, alpha=(1 - dampening) ** 2)
+        ),
+    ),
+    "Nesterov's last weight is squared alone": (
+        ("SGD", "nesterov"),
+        "nesterov",
+        lambda V, s2, mu, dampening, first: (V * mu**2).add_(s2),
+    ),
+    "N decays by β": (
+        ("Adam", "plain"),
+        "numerator_weights",
+        lambda beta: (beta, (1 - beta) ** 2),
+    ),
+    "C decays by β₁": (
+        ("Adam", "plain"),
+        "covariance_weights",
+        lambda beta1, beta2: (beta1, (1 - beta1) * (1 - beta2)),
+    ),
+    "V decays by β, as the paper prints it": (
+        ("Adam", "plain"),
+        "denominator_weights",
+        lambda beta: (beta, (1 - beta) ** 2),
+    ),
+    "V of RMSprop decays by α": (
+        ("RMSprop", "plain"),
+        "denominator_weights",
+        lambda beta: (beta, (1 - beta) ** 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_ten_steps_show_a_wrong_formula(wrong, monkeypatch):
+    (name, setting), function, replacement = WRONG[wrong]
+    monkeypatch.setattr(library, "serves", lambda *_: False)
+    monkeypatch.setattr("varreg.native.serves", lambda *_: False)
+    run(name, RULES[name].settings[setting], {}, steps=5)  # the right one passes
+    monkeypatch.setattr(increments, function, replacement)
+    with pytest.raises(AssertionError, match=r"λ of .* at step"):
+        run(name, RULES[name].settings[setting], {}, steps=10)
+
+
+@pytest.mark.parametrize("place", [2, 3, 4], ids=["N", "C", "V"])
+def test_ten_steps_show_a_wrong_bias_correction(place, monkeypatch):
+    """The roots of the right corrections of N, C and V, in place of them."""
+    monkeypatch.setattr("varreg.native.serves", lambda *_: False)
+    right = adam._torch.foreach_div
+
+    def wrong(tensors, numbers):
+        numbers = [c**0.5 if i == place else c for i, c in enumerate(numbers)]
+        return right(tensors, numbers)
+
+    monkeypatch.setattr(adam, "_torch", types.SimpleNamespace(foreach_div=wrong))
+    with pytest.raises(AssertionError, match=r"λ of .* at step"):
+        run("Adam", RULES["Adam"].settings["plain"], {}, steps=10)
 
 
 class Linear(nn.Module):

@@ -83,8 +83,8 @@ def outer(
     norms: bool = False,
 ) -> Sums | None:
     """Return the sums of c_b = Σ_r δ_br ⊗ a_br, with δ `[b, r, o]` and a `[b, r, i]`; None where
-    PyTorch is needed. With `sum_only`, compute the sum of W over its elements, in place of W.
-    With `norms`, compute |c_b|², too, if each group has one sample.
+    PyTorch is needed. With `sum_only`, compute the sum of W over its elements, in place of W. With
+    `norms`, compute |c_b|², too, if each group has one sample.
     """
     (b, r, o), i = delta.shape, a.shape[2]
     if not (b and r and o and i and library.serves(delta, a)):
@@ -133,9 +133,9 @@ def conv(
 
     `padding` is the padding before the first pixel, `per` the number of images of a sample, and
     `parts` the number of parts into which the convolution divides its channels. Torch calls these
-    parts groups; here, groups are groups of samples. With `sum_only`, compute the sum of
-    W over its elements, in place of W. With `norms`, compute |c_b|², too, if each group has one
-    sample; not for a depthwise convolution.
+    parts groups; here, groups are groups of samples. With `sum_only`, compute the sum of W over its
+    elements, in place of W. With `norms`, compute |c_b|², too, if each group has one sample; not
+    for a depthwise convolution.
     """
     if x.dim() not in (3, 4) or not (x.numel() and delta.numel() and library.serves(x, delta)):
         return None

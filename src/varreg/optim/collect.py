@@ -50,6 +50,7 @@ def find_steps(optimizer: Regularized) -> list[ParameterStep]:
         every = [p for group in optimizer.param_groups for p in group["params"]]
         deferred.take_numbers(ledger for ledger in LEDGERS.find(every) if ledger is not None)
     steps: list[ParameterStep] = []
+    with_totals: list[ParameterStep] = []
     for group in optimizer.param_groups:
         if not group["s"]:
             continue
@@ -59,7 +60,9 @@ def find_steps(optimizer: Regularized) -> list[ParameterStep]:
             m: Any = None if ledger is None else ledger.read(p, stepping=True)
             state: dict[str, Any] = {} if m is None else optimizer.state[p]
             steps.append(ParameterStep(p, group, increment, ledger, m, state, p.grad))
-    if with_totals := [step for step in steps if isinstance(step.moments, Totals)]:
+            if isinstance(m, Totals):
+                with_totals.append(steps[-1])
+    if with_totals:
         set_moments(optimizer, with_totals)
     choose(optimizer, steps)
     return steps
