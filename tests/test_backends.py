@@ -15,7 +15,7 @@ from varreg import backends, few_launches, native
 FUNCTIONS = [n for n in dir(backends.Backend) if not n.startswith("_")]
 
 # of native code only: native/spread.py, and WITH_NORMS in native/layer_sums.py
-NATIVE_ONLY = {"alone", "norms"}
+NATIVE_ONLY = {"sum_only", "norms"}
 
 
 def names_of(function):
