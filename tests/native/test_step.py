@@ -20,6 +20,8 @@ from varreg.native import library
 from varreg.noise import measure
 from varreg.optim.gradient import products
 from varreg.optim.increments import Increment
+from varreg.optim.repeated_lambda import RepeatedLambda
+from varreg.optim.state import NARROW
 
 pytestmark = pytest.mark.skipif(
     native.status() != "in use", reason=f"native kernel: {native.status()}"
@@ -124,10 +126,12 @@ def train(*args, **kwargs):
 
 
 def taken(optimizer):
-    """What a step did: parameters, λ and state, by name."""
-    found = {}
+    """What a step did: parameters, λ and state, by name. In memory, counts may have another form
+    than in a state dict.
+    """
+    found, states = {}, optimizer.state_dict()["state"]
     for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        values = {"x": p.detach(), "λ": optimizer.lambda_of(p), **optimizer.state.get(p, {})}
+        values = {"x": p.detach(), "λ": optimizer.lambda_of(p), **states.get(i, {})}
         found |= {f"{key} of {i}": v.clone() for key, v in values.items() if v is not None}
     return found
 
@@ -464,6 +468,81 @@ def test_an_element_that_loses_its_gradient_late():
     assert optimizer.state[layer.weight]["vr_count"].tolist() == [[5.0, 3.0, 5.0]] * 2
     assert (optimizer.lambda_of(layer.weight)[:, 1] == 1).all()
     assert optimizer.state[layer.bias]["vr_count"].dim() == 0
+
+
+def statistics_of(optimizer, p):
+    """The bytes of our statistics for each element, and of λ of the last step."""
+    ours = [v for k, v in optimizer.state[p].items() if k.startswith("vr_") and v.dim()]
+    lam = optimizer._lambdas[p]
+    ours += [lam.absent if isinstance(lam, RepeatedLambda) else lam]
+    return sum(t.numel() * t.element_size() for t in ours) / p.numel()
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("plain", 10),
+        ("momentum", 10 + 1 / 8),
+        ("nesterov", 14),
+        ("calibrated, momentum", 10.125),
+        ("AdamW", 18.125),
+    ],
+)
+def test_what_a_step_keeps_where_elements_have_no_gradient(name, most):
+    """λ is not kept if it can be worked out again, and a count takes two bytes."""
+    model, optimizer = train(*FUSED[name], torch.float32, steps=7)
+    table, deep = (statistics_of(optimizer, p) for p in (model.table.weight, model.deep.weight))
+    assert table == most
+    assert deep == most - (2 if "momentum" in name else 0)
+
+
+@pytest.mark.parametrize("name", ["momentum", "momentum, foreach", "calibrated, momentum"])
+def test_lambda_is_one_where_no_sample_has_a_gradient(name):
+    """Whether it is so of some elements, or of all; and in every step in which it is so."""
+    layer = nn.Linear(11, 2)
+    varreg.observe(layer)
+    cls, options = FUSED[name]
+    optimizer = cls(layer.parameters(), **options)
+    for step in range(8):
+        x = torch.randn(4, 11)
+        if step in (3, 4):
+            x[:, 2::3] = 0
+        if step == 6:
+            x[:] = 0
+        optimizer.zero_grad()
+        layer(x).square().mean().backward()
+        optimizer.step()
+        lam = optimizer.lambda_of(layer.weight)
+        assert ((lam == 1) | (x != 0).any(0)).all()
+        assert not step or ((lam != 1) | (x == 0).all(0)).all()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_counts_become_wide_before_they_overflow(shared, twice):
+    """Native code goes on counting where a narrow number ends, and like its twin."""
+    most = torch.iinfo(NARROW).max
+
+    made = []
+
+    class Remembered(SGD):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    def count_far(model, step):
+        for p in (model.table.weight, model.deep.weight) if step == 2 else ():
+            state = made[-1].state[p]
+            assert state["vr_count"].dtype == (NARROW if state["vr_count"].dim() else p.dtype)
+            state["vr_count"] += most - 5
+            state["vr_history"] *= most
+
+    settings = {**FUSED["momentum"][1], "nesterov": not shared}
+    model, optimizer, calls = twice(Remembered, settings, steps=9, between=count_far)
+    assert calls == 9 * 6
+    table, deep = (optimizer.state[p]["vr_count"] for p in (model.table.weight, model.deep.weight))
+    assert table.dtype == torch.float64
+    assert most < table.max() < deep.max() == most - 5 + 9
+    assert deep.dim() == (0 if shared else 2)
 
 
 def test_lambda_outlives_the_state():

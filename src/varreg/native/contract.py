@@ -37,6 +37,17 @@ class Form(IntEnum):
     AFFINE = 1
 
 
+class Counts(IntEnum):
+    """Forms of the numbers of ρ in the history."""
+
+    WIDE = 0
+    """A number for each element, of the history's type."""
+    SHARED = 1
+    """One number for all elements, of the history's type."""
+    NARROW = 2
+    """A 16-bit number for each element."""
+
+
 class Increment(IntEnum):
     """Increments that have a kernel."""
 
@@ -46,7 +57,7 @@ class Increment(IntEnum):
     ADAM = 3
 
 
-ENUMS: tuple[type[IntEnum], ...] = (History, Form, Increment)
+ENUMS: tuple[type[IntEnum], ...] = (History, Form, Counts, Increment)
 
 
 def _fields(kind: type, names: str) -> list[tuple[str, type]]:
@@ -57,9 +68,9 @@ class Task(ctypes.Structure):
     """One tensor's part of a call for many tensors. `tasks.h` explains each field."""
 
     _fields_ = (
-        *_fields(ctypes.c_int64, "n increment history form scale_free is_shared is_partial"),
+        *_fields(ctypes.c_int64, "n increment history form scale_free counts is_outgrown"),
         *_fields(ctypes.c_void_p, "total square grad products"),
-        *_fields(ctypes.c_void_p, "variance delta rho_sum rho_count lam x steps"),
+        *_fields(ctypes.c_void_p, "variance delta rho_sum rho_count lam absent x steps"),
         *_fields(ctypes.c_void_p, "average squares N C V"),
         *_fields(ctypes.c_void_p, "recent spent times"),
         *_fields(ctypes.c_double, "scale m factor rounding"),

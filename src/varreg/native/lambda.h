@@ -118,18 +118,34 @@ static void NAME(lambda_of)(const Task *t, int64_t at, int64_t n, const REAL *va
 
 #undef LOOP
 
-/* Compute lambda of n elements of a task, also if all elements share one count: then each element
-   gets a copy here. Report in is_partial: 1 if some element had no finite rho, 2 if some element
-   had one, 3 if both. */
+/* Set the bits of elements that have no gradient in this step. Usually there are none. */
+static void NAME(mark_absent)(const Task *t, int64_t at, int64_t n) {
+    const REAL *W = TENSOR(square);
+    uint8_t *out = (uint8_t *)t->absent + at / 8, flags[BLOCK] = {0}, any = 0;
+#pragma omp simd reduction(| : any)
+    for (int64_t i = 0; i < n; i++) {
+        flags[i] = W[i] <= TINY;
+        any |= flags[i];
+    }
+    memset(out, 0, (n + 7) / 8);
+    for (int64_t i = 0; any && i < n; i++) out[i / 8] |= flags[i] << i % 8;
+}
+
+/* Compute lambda of n elements of a task, with counts of any form: the formulas need a number of
+   the history's type for each element. Report in is_outgrown: 1 if some element had no finite rho,
+   2 if some element had one, 4 if a narrow count is now as large as it can be. */
 static void NAME(regularize)(const Task *t, int64_t at, int64_t n, const REAL *variance,
                              const REAL *delta, REAL *lambda) {
     REAL counts[BLOCK], fewest, most;
-    if (!t->is_shared) {
+    if (t->absent) NAME(mark_absent)(t, at, n);
+    if (t->counts == COUNTS_WIDE) {
         NAME(lambda_of)(t, at, n, variance, delta, TENSOR(rho_count), lambda);
         return;
     }
-    const REAL before = *(REAL *)t->rho_count;
-    for (int64_t i = 0; i < n; i++) counts[i] = before;
+    const int is_shared = t->counts == COUNTS_SHARED;
+    const REAL before = is_shared ? *(REAL *)t->rho_count : 0;
+    int16_t *narrow = (int16_t *)t->rho_count + at;
+    for (int64_t i = 0; i < n; i++) counts[i] = is_shared ? before : (REAL)narrow[i];
     NAME(lambda_of)(t, at, n, variance, delta, counts, lambda);
     fewest = most = counts[0];
 #pragma omp simd reduction(min : fewest) reduction(max : most)
@@ -137,8 +153,12 @@ static void NAME(regularize)(const Task *t, int64_t at, int64_t n, const REAL *v
         fewest = counts[i] < fewest ? counts[i] : fewest;
         most = counts[i] > most ? counts[i] : most;
     }
-    __atomic_fetch_or((int64_t *)&t->is_partial, (fewest <= before) | (most > before) << 1,
-                      __ATOMIC_RELAXED);
+    int64_t found = is_shared ? (fewest <= before) | (most > before) << 1 : 0;
+    if (!is_shared) {
+        for (int64_t i = 0; i < n; i++) narrow[i] = (int16_t)counts[i];
+        found = most >= INT16_MAX ? 4 : 0;
+    }
+    if (found) __atomic_fetch_or((int64_t *)&t->is_outgrown, found, __ATOMIC_RELAXED);
 }
 
 static void NAME(lambda_block)(const Task *t, int64_t at, int64_t n, int64_t number) {

@@ -19,9 +19,10 @@ static inline void NAME(accumulate)(int64_t n, REAL *restrict V, const REAL *res
     for (int64_t i = 0; i < n; i++) V[i] = keep * V[i] + take * s2[i];
 }
 
-/* Write Adam's increment n/D to `step`, and its variance to `s2`, from the sums N, C and V. */
-static inline void NAME(adam)(const Task *t, int64_t at, int64_t n, REAL *restrict s2,
-                              REAL *restrict step) {
+/* Write Adam's increment n/D to `step`, and its variance to `s2`, from the sums N, C and V. It is
+   not inlined: a repeated lambda must come from the same roundings as the step's own. */
+static __attribute__((noinline)) void NAME(adam)(const Task *t, int64_t at, int64_t n,
+                                                 REAL *restrict s2, REAL *restrict step) {
     const REAL *restrict average = TENSOR(average), *restrict squares = TENSOR(squares);
     const REAL *restrict N = TENSOR(N), *restrict C = TENSOR(C), *restrict V = TENSOR(V);
     const REAL unbias_n = NUMBER(unbias_n), unbias_p = NUMBER(unbias_p), eps = NUMBER(eps);
@@ -120,25 +121,36 @@ static void NAME(update_block)(const Task *t, int64_t at, int64_t n, int64_t num
         NAME(move_block)(t, at, n, delta, lambda);
 }
 
-/* Compute lambda of the last step of a heavy ball again from the state; the history contains rho
-   already. If `lam` is 0, write 1 to `variance` where rho was finite, and 0 elsewhere. */
+/* Compute lambda of the last step again from the state; the history contains rho already. If `lam`
+   is 0, write 1 to `variance` where rho was finite, and 0 elsewhere. */
 static void NAME(repeat_block)(const Task *t, int64_t at, int64_t n, int64_t number) {
-    const REAL *V = TENSOR(V), *delta = TENSOR(average);
-    const REAL *present = t->square ? TENSOR(square) : V;
+    REAL s2[BLOCK], step[BLOCK];
+    const REAL *V = TENSOR(V), *delta = TENSOR(average), *wide = t->rho_count;
+    const int16_t *narrow = t->rho_count;
     const NAME(bounds) b = {NUMBER(s), NUMBER(half), NUMBER(limit), NUMBER(low), NUMBER(high)};
-    const int masked = t->square != 0, enter = !t->lam;
+    const int enter = !t->lam;
     (void)number;
+    if (t->increment == INCREMENT_ADAM) {
+        NAME(adam)(t, at, n, s2, step);
+        V = s2, delta = step;
+    }
     for (int64_t i = 0; i < n; i++) {
+        const int64_t k = at + i;
+        const int is_absent = ((uint8_t *)t->absent)[k / 8] >> k % 8 & 1;
         /* enter rho into an empty history: its count is then 1 if rho is finite */
-        REAL sum = enter ? 0 : TENSOR(rho_sum)[i], lambda;
-        REAL count = enter ? 0 : *((REAL *)t->rho_count + (t->is_shared ? 0 : at + i));
-        NAME(element)(V[i], delta[i], &sum, &count, present[i], &lambda, masked, t->history,
+        REAL sum = 0, count = 0, lambda;
+        if (!enter) {
+            sum = TENSOR(rho_sum)[i];
+            count = t->counts == COUNTS_NARROW ? (REAL)narrow[k]
+                    : wide[t->counts == COUNTS_SHARED ? 0 : k];
+        }
+        NAME(element)(V[i], delta[i], &sum, &count, (REAL)!is_absent, &lambda, 1, t->history,
                       t->form, t->scale_free, enter, b);
         if (enter) {
             TENSOR(variance)[i] = count;
             continue;
         }
-        if (t->recent) {
+        if (t->recent && !is_absent) {
             lambda *= NUMBER(scale);
             lambda = lambda < b.low ? b.low : lambda > b.high ? b.high : lambda;
         }
@@ -204,11 +216,12 @@ static void NAME(calibrate)(int64_t tasks, Task *task, int threads) {
     }
 }
 
-/* Count a step; count its rho, too, if all elements share one count. */
+/* Count a step; count its rho, too, if all elements share one count. Report whether the next step
+   needs counts of another form: shared ones differ now, or a narrow one can count no further. */
 static void NAME(count)(Task *t) {
     ++*(REAL *)t->steps;
-    if (t->is_partial == 2) ++*(REAL *)t->rho_count;
-    t->is_partial = t->is_partial == 3;
+    if (t->is_outgrown == 2) ++*(REAL *)t->rho_count;
+    t->is_outgrown = t->is_outgrown >= 3;
 }
 
 /* Finish the step of many parameters after the base's step. The definition is torch_step. */

@@ -9,8 +9,8 @@
 typedef struct {
     int64_t n;                                    /* elements */
     int64_t increment, history, form, scale_free; /* INCREMENT_..., HISTORY_..., FORM_..., 0 or 1 */
-    int64_t is_shared;  /* 1: rho_count is one number for all elements */
-    int64_t is_partial; /* out, if is_shared: 1 if some elements had a finite rho, others not */
+    int64_t counts;      /* COUNTS_...: what rho_count points to */
+    int64_t is_outgrown; /* out: 1 if the next step needs counts of another form */
 
     void *total, *square; /* S and W; without W, every element has a rho */
     void *grad;           /* the gradient as the base sees it */
@@ -19,6 +19,7 @@ typedef struct {
     void *variance, *delta;    /* the increment and its variance, if they are given */
     void *rho_sum, *rho_count; /* the history of rho */
     void *lam;                 /* out: lambda; 0 if lambda is not kept */
+    void *absent;              /* out: a bit for each element, 1 if W has no gradient there; or 0 */
     void *x, *steps;           /* out: the parameter; the number of steps */
 
     void *average, *squares; /* the base's averages of gradients (or momentum), and of squares */

@@ -91,7 +91,7 @@ def _fill(
     task.eps, task.known = group["eps"], increments.rounding(N.dtype)
 
 
-SIMPLIFIED = Increment(_adam, READS, SUMS, Kernel(contract.Increment.ADAM, _fill))
+SIMPLIFIED = Increment(_adam, READS, SUMS, Kernel(contract.Increment.ADAM, _fill, can_repeat=True))
 DIRECT = Increment(_adam, READS, SUMS)
 AMSGRAD = Increment(
     _adam, (*READS, "max_exp_avg_sq"), (*SUMS, "vr_max_covariance", "vr_max_denominator")

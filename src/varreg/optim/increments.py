@@ -57,7 +57,11 @@ class Kernel:
     """Whether the kernel reads the gradient itself."""
     can_repeat: bool = False
     """Whether native code can compute λ of the last step again from the state. Then λ is not
-    stored, and all elements share one count as long as they have a ρ in the same steps.
+    stored.
+    """
+    shares_count: bool = False
+    """Whether all elements share one count as long as they have a ρ in the same steps. Adam's ρ is
+    unknown where rounding hides it: its counts differ from the first steps on.
     """
 
 

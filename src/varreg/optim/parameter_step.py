@@ -55,6 +55,8 @@ class ParameterStep:
     """σ², the variance of `g`."""
     lam: Tensor = None  # type: ignore[assignment]
     """λ, as soon as it is computed."""
+    absent: Tensor | None = None
+    """A bit for each element, if native code does not keep λ: 1 if it has no gradient."""
 
     def __getitem__(self, name: str) -> Tensor:
         """Return the state's entry of that name; for a sharded parameter, this process's shard."""

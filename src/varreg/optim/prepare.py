@@ -12,7 +12,16 @@ from varreg import native
 from varreg.backends import BACKENDS
 from varreg.engine.contribution import stat_dtype
 from varreg.optim.scopes import SCOPES
-from varreg.optim.state import CALIBRATION, COUNT, HISTORY, STEPS, is_wide, narrow, statistics
+from varreg.optim.state import (
+    CALIBRATION,
+    COUNT,
+    HISTORY,
+    NARROW,
+    STEPS,
+    is_wide,
+    narrow,
+    statistics,
+)
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -44,8 +53,8 @@ def prepare(optimizer: Optimizer, step: ParameterStep) -> None:
         state[STEPS].zero_()  # an option was switched on after the first step: its sums start now
     scope = SCOPES[group["per"]]
     for key in missing:
-        if key == COUNT and _may_share_count(step):
-            state[key] = torch.zeros((), dtype=dtype, device=p.device)
+        if key == COUNT and step.native and BACKENDS[p.device.type] is native:
+            state[key] = _compact_count(step, dtype)
         elif key in HISTORY:
             state[key] = scope.begin_history(optimizer, key, p, dtype)
         elif key in sums:
@@ -60,7 +69,11 @@ def prepare(optimizer: Optimizer, step: ParameterStep) -> None:
         step.grad = step.grad.double()
 
 
-def _may_share_count(step: ParameterStep) -> bool:
-    """Return whether all elements may share one count, as long as each has a ρ in every step."""
-    kernel, kernels = step.increment.kernel, BACKENDS[step.parameter.device.type]
-    return step.native and kernels is native and kernel is not None and kernel.can_repeat
+def _compact_count(step: ParameterStep, dtype: torch.dtype) -> torch.Tensor:
+    """Return the first count of a step by native code: one for all elements, as long as each has a
+    ρ in every step, or else narrow ones.
+    """
+    p, kernel = step.parameter, step.increment.kernel
+    if kernel is not None and kernel.shares_count:
+        return torch.zeros((), dtype=dtype, device=p.device)
+    return torch.zeros_like(p, dtype=NARROW if p.dim() else dtype)

@@ -1,7 +1,8 @@
 """Compute λ of the last step again from the state, if the step did not store it.
 
-Native code can do that if increment and variance depend only on the state, and every element had a
-ρ in this step. So λ takes memory only when it is read.
+Native code can do that if increment and variance depend only on the state. It must also know which
+elements had a gradient in the step; that takes a bit for each. So λ takes memory only when it is
+read.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 
 from varreg import native
-from varreg.native.contract import Task
-from varreg.optim.state import COUNT
+from varreg.native.contract import Counts, Task
+from varreg.optim.state import COUNT, HISTORY, NARROW, compact_count, expand_count
 
 if TYPE_CHECKING:
     from varreg.optim.parameter_step import ParameterStep
@@ -28,26 +29,37 @@ class RepeatedLambda(NamedTuple):
     """The tensors: they must stay alive while the task points to them. The last two are history and
     count.
     """
+    absent: Tensor
+    """A bit for each element: 1 if it had no gradient in the step."""
 
     def tensor(self) -> Tensor:
         """Return λ, in new memory."""
         lam = torch.empty_like(self.state[-2])
-        _repeat(self.task, lam, lam=lam.data_ptr(), square=None)
+        _repeat(self.task, lam, lam=lam.data_ptr())
         return lam
 
 
-def split_count(step: ParameterStep, task: Task) -> None:
-    """Give each element its own count, in the first step in which some elements have no ρ. Store λ
-    of the step, if it is not stored yet.
+def bits(n: int) -> Tensor:
+    """Return memory for a bit for each of n elements."""
+    return torch.empty((n + 7) // 8, dtype=torch.uint8, device="cpu")
+
+
+def change_counts(step: ParameterStep, task: Task) -> None:
+    """Replace counts that native code has outgrown: shared counts, in the first step in which only
+    some elements had a ρ, by narrow ones; narrow ones by wide ones.
     """
-    valid = torch.empty_like(step.state["vr_history"])
-    _repeat(task, valid, lam=None, variance=valid.data_ptr())
-    step.state[COUNT] = count = valid + step.state[COUNT]
-    lam: Tensor | None = step.lam
-    if lam is None:
-        step.lam = torch.empty_like(valid)
-        rest = {"is_shared": 0, "rho_count": count.data_ptr()}
-        _repeat(task, valid, lam=step.lam.data_ptr(), **rest)
+    state = step.state
+    count = state[COUNT]
+    if task.counts == Counts.SHARED:
+        valid = torch.empty_like(state[HISTORY[0]])
+        _repeat(task, valid, lam=None, variance=valid.data_ptr())
+        state[COUNT] = valid.add_(count)
+        compact_count(state, may_share=False)
+    else:
+        expand_count(state)
+    count = state[COUNT]
+    task.counts = Counts.NARROW if count.dtype == NARROW else Counts.WIDE
+    task.rho_count = count.data_ptr()
 
 
 def _repeat(task: Task, like: Tensor, **fields: int | None) -> None:

@@ -58,7 +58,9 @@ GRADIENT = Increment(
 HEAVY_BALL = Increment(
     _heavy_ball,
     **_BUFFERS,
-    kernel=Kernel(contract.Increment.HEAVY_BALL, _fill, knows_base=True, can_repeat=True),
+    kernel=Kernel(
+        contract.Increment.HEAVY_BALL, _fill, knows_base=True, can_repeat=True, shares_count=True
+    ),
 )
 NESTEROV = Increment(
     _nesterov,

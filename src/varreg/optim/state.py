@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 COUNT = "vr_count"
-"""The key of the number of ρ in the history of each element; a single number if all elements have
-the same.
+"""The key of the number of ρ in the history of each element. PyTorch and checkpoints have a tensor
+of the history's type. Native code on the CPU has less: one number if all elements have the same,
+or narrow numbers, until one of them is too large for that.
 """
+NARROW, FULL = torch.int16, torch.iinfo(torch.int16).max
 HISTORY = ("vr_history", COUNT)
 STEPS = "vr_steps"
 CALIBRATION = ("vr_lambda_recent", "vr_lambda_total", "vr_lambda_steps")
@@ -61,10 +63,10 @@ def restore(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 
 
 def expand_count(state: dict[str, Any]) -> None:
-    """Give each element its own count, if all elements share one."""
-    count, shape = state[COUNT], state[HISTORY[0]].shape
-    if count.shape != shape:
-        state[COUNT] = count.expand(shape).clone()
+    """Give each element its own count in the history's type, if counts are shared or narrow."""
+    count, history = state[COUNT], state[HISTORY[0]]
+    if count.shape != history.shape or count.dtype != history.dtype:
+        state[COUNT] = count.expand(history.shape).to(history.dtype, copy=True)
 
 
 def with_counts(saved: dict[str, Any]) -> dict[str, Any]:
@@ -78,11 +80,20 @@ def with_counts(saved: dict[str, Any]) -> dict[str, Any]:
     return {**saved, "state": states}
 
 
-def share_count(state: dict[str, Any]) -> None:
-    """Replace the counts of all elements by one shared count, if they are equal."""
+def compact_count(state: dict[str, Any], may_share: bool, is_new: bool = True) -> None:
+    """Replace the counts of all elements, as PyTorch has them, by one shared count, if they are
+    equal and may be shared; or else by narrow counts, if none is too large for that.
+
+    Unless the counts are new (in a first step, or after a checkpoint), do not try if there were so
+    many steps that a count may be too large: it would be tried in vain in each step.
+    """
     count = state[COUNT]
-    if count.numel() and bool((count == count.flatten()[0]).all()):
+    if not count.numel() or not (is_new or state[STEPS] < FULL):
+        return
+    if may_share and bool((count == count.flatten()[0]).all()):
         state[COUNT] = count.flatten()[0].clone()
+    elif count.max() < FULL:
+        state[COUNT] = count.to(NARROW)
 
 
 def statistics(state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -19,14 +19,22 @@ from torch import Tensor
 from varreg import _torch, native
 from varreg.backends import BACKENDS
 from varreg.engine import Moments, deferred, processes
-from varreg.native.contract import Task
+from varreg.native.contract import Counts, Task
 from varreg.optim.calibrate import calibrate
 from varreg.optim.gradient import largest_sum, rounding_of
 from varreg.optim.parameter_step import ParameterStep
 from varreg.optim.prepare import needed, prepare
-from varreg.optim.repeated_lambda import RepeatedLambda, split_count
+from varreg.optim.repeated_lambda import RepeatedLambda, bits, change_counts
 from varreg.optim.scopes import SCOPES
-from varreg.optim.state import CALIBRATION, COUNT, HISTORY, STEPS, expand_count, share_count
+from varreg.optim.state import (
+    CALIBRATION,
+    COUNT,
+    HISTORY,
+    NARROW,
+    STEPS,
+    compact_count,
+    expand_count,
+)
 from varreg.optim.whole_step import SWITCHES, repeats_torch
 from varreg.regularizer import KERNEL_OPTIONS, kernel_task, limit
 
@@ -59,8 +67,8 @@ def choose(optimizer: Regularized, steps: list[ParameterStep]) -> None:
         if known[id(group)] and m is not None:
             needs = (*increment.reads, *increment.sums, *HISTORY)
             count = state.get(COUNT)
-            if count is not None and not count.dim():
-                needs = needs[:-1]  # one count for all elements
+            if count is not None and (not count.dim() or count.dtype == NARROW):
+                needs = needs[:-1]  # it is not like the parameter
             # entries that the state does not have yet will be created like the parameter
             present = map(state.__getitem__, filter(state.__contains__, needs))
             kernels = BACKENDS[step.parameter.device.type]
@@ -195,14 +203,14 @@ def native_step(optimizer: Regularized, steps: list[ParameterStep]) -> Lambdas:
             if task.is_left:
                 step.with_base_step = False  # the base takes it, and then the step is judged
                 continue
-            if task.is_partial:
-                split_count(step, task)
-            if task.is_partial or not task.is_shared:
+            if task.is_outgrown:
+                change_counts(step, task)
+            if step.absent is None:
                 lambdas[step.parameter] = step.lam
             else:
                 used = (*step.increment.reads, *step.increment.sums, *HISTORY)
                 pointed_to = tuple(map(step.state.__getitem__, used))
-                lambdas[step.parameter] = RepeatedLambda(task, pointed_to)
+                lambdas[step.parameter] = RepeatedLambda(task, pointed_to, step.absent)
     return lambdas
 
 
@@ -231,14 +239,20 @@ def _tasks(
         task.factor *= step.kappa2
         task.total, task.square = m.total.data_ptr(), m.square.data_ptr()
         task.grad, task.x = step.grad.data_ptr(), p.data_ptr()
-        may_share = BACKENDS[device.type] is native and kernel.can_repeat
-        if not may_share:
+        is_native, last = BACKENDS[device.type] is native, optimizer._lambdas.get(p)
+        number = state[COUNT]
+        if not is_native:
             expand_count(state)
-        elif p not in optimizer._lambdas:  # the first step, or the first after a checkpoint
-            share_count(state)
+        elif number.dim() and number.dtype != NARROW:  # it is as PyTorch has it
+            compact_count(state, kernel.shares_count, is_new=last is None)
         history, number = state["vr_history"], state[COUNT]
-        task.is_shared = may_share and not number.dim()
         task.rho_sum, task.rho_count = history.data_ptr(), number.data_ptr()
+        # the count of a parameter that is one number is shared, too
+        task.counts = Counts.NARROW if number.dtype == NARROW else int(not number.dim())
+        if is_native and kernel.can_repeat:
+            is_same = isinstance(last, RepeatedLambda) and last.task.n == n
+            step.absent = last.absent if is_same else bits(n)  # type: ignore[union-attr]
+            task.absent = step.absent.data_ptr()
         count = state[STEPS]
         is_first = count.item() == 0
         if count.device == device:
@@ -253,7 +267,7 @@ def _tasks(
         if group["calibrate"]:
             any_calibrated = True
             task.recent, task.spent, task.times = (state[k].data_ptr() for k in CALIBRATION)
-        if group["calibrate"] or not task.is_shared:
+        if group["calibrate"] or step.absent is None:
             step.lam = _memory_for_lambda(optimizer, p)
             task.lam = step.lam.data_ptr()
     return tasks, elements, any_calibrated
