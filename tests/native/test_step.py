@@ -286,6 +286,27 @@ def test_what_native_code_leaves_goes_through_torch(twice):
     assert len(optimizer.param_groups[0]["params"]) == 6
 
 
+class SmallColumn(nn.Module):
+    """A weight with gradients whose squares vanish in sums over all elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Linear(4, 300)
+        self.register_buffer("x", torch.randn(6, 4) * torch.tensor([1e-12, 1.0, 1.0, 1.0]))
+
+    def forward(self, rows):
+        return self.wide(self.x[rows])
+
+
+def test_a_change_that_no_sum_shows(twice):
+    """The variance is still that of the measured gradient, not of the changed one."""
+
+    def change(model, step):
+        model.wide.weight.grad.data[:, 0] *= 1.5
+
+    assert twice(*FUSED["momentum"], between=change, make=SmallColumn)[2] == 6 * 2
+
+
 def test_where_native_code_differs_torch_takes_its_step(monkeypatch):
     monkeypatch.setattr("varreg.optim.step.repeats_torch", lambda *_: False)
     with monkeypatch.context() as patch:

@@ -93,6 +93,10 @@ void NAME(whole)(int64_t tasks, Task *task, int threads) {
         add_up(last - first, some);
         for (int64_t k = 0; k < last - first; k++)
             some[k].is_left = !NAME(is_ready)(some + k, (double *)some->products + 4 * k);
+        for (int64_t k = 0; k < last - first; k++) {
+            /* the same numbers: the step need not read both, and squares have no sign of zero */
+            if (!some[k].is_changed) some[k].total = some[k].grad;
+        }
         each_block(last - first, some, n, NAME(whole_block));
         for (int64_t k = 0; k < last - first; k++) {
             if (!some[k].is_left) NAME(count)(some + k);

@@ -78,7 +78,7 @@ class Task(ctypes.Structure):
         *_fields(ctypes.c_double, "keep_N keep_C keep_V take_N take_C take_V"),
         *_fields(ctypes.c_double, "sign decay mu again"),
         *_fields(ctypes.c_double, "unbias_n unbias_p eps known"),
-        *_fields(ctypes.c_int64, "is_left"),
+        *_fields(ctypes.c_int64, "is_left is_changed"),
         *_fields(ctypes.c_double, "most precision take"),
     )
 

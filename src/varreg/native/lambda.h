@@ -213,6 +213,7 @@ static void NAME(compare_block)(const Task *t, int64_t at, int64_t n, int64_t nu
         }
     }
     if (changed) {
+        __atomic_store_n((int64_t *)&t->is_changed, 1, __ATOMIC_RELAXED);
 #pragma omp simd reduction(+ : gS, gg)
         for (int64_t i = 0; i < n; i++) {
             gS += (double)S[i] * (double)g[i];

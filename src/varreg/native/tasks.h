@@ -41,6 +41,7 @@ typedef struct {
 
     /* for a whole step, including the base's */
     int64_t is_left;                   /* out: 1 if the step was not taken */
+    int64_t is_changed;                /* out: 1 if some element of the gradient differs from S */
     double most, precision;            /* largest allowed sum; rounding error of the gradient */
     double take;                       /* weight of a new gradient: 1 - dampening */
 } Task;
