@@ -209,7 +209,7 @@ def everything(model, optimizer):
     """Parameters, and all of the optimizer's state, torch's and ours."""
     state = [
         v.clone()
-        for s in optimizer.state.values()
+        for s in optimizer.state_dict()["state"].values()
         for v in s.values()
         if isinstance(v, torch.Tensor)
     ]
@@ -380,7 +380,7 @@ def test_training_in_bfloat16_is_near_to_training_in_float32(name, per):
     assert (a - b).norm() < 0.06 * (a - start).norm()
     assert all(
         v.dtype == torch.float32
-        for s in optimizer.state.values()
+        for s in optimizer.state_dict()["state"].values()
         for k, v in s.items()
         if k.startswith("vr_")
     )
