@@ -480,7 +480,7 @@ def test_accumulation_in_bfloat16_is_rounding_and_no_more(ties):
         grad += part.to(BF16)
     assert not torch.allclose(grad.float(), S, rtol=0.1)
     m = varreg.Moments(8, 8, S, W)
-    _, kappa2 = as_seen(m, grad, tuple(products(m, grad).tolist()), same=True)
+    _, kappa2 = as_seen(m, grad, tuple(products(m, grad).tolist()), is_same_tensor=True)
     assert isinstance(kappa2, float)
     assert kappa2 == pytest.approx(1, rel=0.05)
 
