@@ -134,17 +134,20 @@ def test_the_numbers_are_paired_differences():
 def test_the_table_of_the_docs_has_every_arm(experiment):
     found = experiment.analyze(filled(experiment)[0])
     made = arms.scaling({**found, "command": "varreg scaling"})
-    head, _, *rows = made.splitlines()[2:]
-    assert head.count("|") == 2 + len(experiment.scales)
-    assert {row.split("|")[1].strip() for row in rows} | {"base"} == {
-        arm["name"] for arm in found["arms"]
-    }
-    one = found["arms"][-1]
-    for interval, mark in ([0.1, 0.3], " (+b"), ([-0.3, -0.1], " (−b"), ([-0.1, 0.3], "; "):
+    _, _, *rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in made.splitlines()[2:]]
+    base, *others = found["arms"]
+    assert [row[1] for row in rows] == ["base, tuned", *(arm["name"] for arm in others)]
+    assert [int(row[0].replace(",", "")) for row in rows if row[0]] == [
+        base["batch"],
+        *dict.fromkeys(arm["batch"] for arm in others),
+    ]
+    one = others[-1]
+    for interval, says in ([0.1, 0.3], "higher"), ([-0.3, -0.1], "lower"), ([-0.1, 0.3], ""):
         one["against_base"]["test_loss"] = [0.2, *interval]
         one["against_adascale"] = {}
-        last = arms.scaling({**found, "command": ""}).splitlines()[-1].split("|")[-2]
-        assert f"{number(statistics.median(one['test_loss']))}{mark}" in last
+        last = arms.scaling({**found, "command": ""}).splitlines()[-1].split("|")[1:-1]
+        assert last[2].strip() == number(statistics.median(one["test_loss"]))
+        assert last[3].strip() == says
 
 
 def test_a_broken_run_is_counted_and_never_averaged():
