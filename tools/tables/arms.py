@@ -15,28 +15,41 @@ Saved = dict[str, Any]
 
 def scaling(saved: Saved) -> str:
     """Return an experiment on scaling, with its command: a row for each batch and rule. Steps and
-    samples are parts of the base's.
+    samples are parts of the base's. Below, of a plan: the noise scales that it was made from.
     """
     base = next(arm for arm in saved["arms"] if arm["scale"] == 1)
     others = [arm for arm in saved["arms"] if arm["scale"] > 1]
     against = {"base": "against the base", "adascale": "against AdaScale"}
     shown = [key for key in against if any(arm[f"against_{key}"] for arm in others)]
     first = [f"{base['batch']}", "base, tuned", _median(base["test_loss"]), *[""] * len(shown)]
-    rows = [[*first, f"{base['lr']:.3g}", f"{base['steps']:,.0f} steps", ""]]
+    rows = [[*first, _rate(saved, base, "the base"), f"{base['steps']:,.0f} steps", ""]]
     rows += [
         [
             f"{arm['batch']:,}",
             arm["name"],
             _median(arm["test_loss"]),
             *(_says(arm, key) for key in shown),
-            f"{arm['lr']:.3g}",
+            _rate(saved, arm, f"{arm['name']}, batch {arm['batch']}"),
             *(f"{arm[key]:.3g} ×" for key in ("steps_of_base", "samples_of_base")),
         ]
         for arm in sorted(others, key=lambda arm: arm["batch"])
     ]
     head = ["batch", "", "test loss", *(against[key] for key in shown)]
     head += ["learning rate", "steps", "samples"]
-    return f"`{saved['command']}`\n\n{markdown(head, once(rows))}"
+    tenths = ", ".join(map(number, saved["noise_scales"]))
+    below = f"\n\n$B_n$ of the base, part by part: {tenths}." if tenths else ""
+    return f"`{saved['command']}`\n\n{markdown(head, once(rows))}{below}"
+
+
+def _rate(saved: Saved, arm: Saved, name: str) -> str:
+    """Return the learning rate of an arm, and whether tuning found it at the edge of its grid.
+
+    >>> warned = {"warnings": ["SGD: its best learning rate, 0.3, is the highest of the grid."]}
+    >>> _rate(warned, {"lr": 0.3}, "SGD"), _rate(warned, {"lr": 0.3}, "SGD:momentum=0.9")
+    ('0.3 (edge of grid)', '0.3')
+    """
+    warned = (text.startswith(f"{name}: its best learning rate, ") for text in saved["warnings"])
+    return f"{arm['lr']:.3g}{' (edge of grid)' * any(warned)}"
 
 
 def _says(arm: Saved, against: str) -> str:
@@ -64,7 +77,7 @@ def comparison(saved: Saved) -> str:
                 f"{100 * statistics.median(accuracy):.1f}" if accuracy else "",
                 *(_median(arm[key]) for key in ("train_loss", "valid_loss")),
                 _lowest(arm),
-                f"{arm['lr']:g}",
+                _rate(saved, arm, arm["name"]),
                 f"{arm['lambda']:.3g}",
             ]
         )

@@ -92,6 +92,14 @@ def noise_truth(saved: Saved) -> str:
     return table(saved)
 
 
+def noise_held(saved: Saved) -> str:
+    """Return in how many checks the interval held the truth, from `benchmarks.noise_truth`."""
+    from benchmarks.noise_truth import held
+
+    every = [row for rows in saved["runs"].values() for row in rows]
+    return f"In real training, it held the truth in {held(every)} checks."
+
+
 def lab_loop(saved: Saved) -> str:
     """Return what the lab's loop adds to a bare one in percent, from `benchmarks.lab_loop`."""
     rows = [[name, *map(ratio, parts.values())] for name, parts in saved["rows"].items()]
