@@ -18,7 +18,7 @@ import json
 import re
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 DEPTH = 2
 """Tables and lists that lie deeper than this are written on one line."""
@@ -53,16 +53,22 @@ def compact(value: Any, depth: int = DEPTH) -> str:
     return "\n".join((opening, ",\n".join(parts), closing))
 
 
-def without_out(command: str) -> str:
-    """Return a command without the folder of its results, which readers do not need.
+Command = TypeVar("Command", str, list[str])
+
+
+def without_out(command: Command) -> Command:
+    """Return a command, a line or its words, without the folder of its results, which readers do
+    not need.
 
     >>> without_out("varreg compare SGD VRSGD --out runs/demo --jobs 1")
     'varreg compare SGD VRSGD --jobs 1'
+    >>> without_out(["varreg", "bench", "--json", "bench.json"])
+    ['varreg', 'bench', '--json', 'bench.json']
     """
-    words = shlex.split(command)
+    words = shlex.split(command) if isinstance(command, str) else list(command)
     while at := next((i for i, word in enumerate(words) if word in ("--out", "-o")), None):
         del words[at : at + 2]
-    return shlex.join(words)
+    return shlex.join(words) if isinstance(command, str) else words
 
 
 def shrink(svg: str) -> str:

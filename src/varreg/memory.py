@@ -1,17 +1,24 @@
-"""Workspaces: memory for intermediate results, kept from call to call."""
+"""Memory for intermediate results, kept from call to call; and memory for large results, in large
+pages, which the system provides faster.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
+import mmap
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from varreg.thresholds import WORKSPACE
+from varreg._torch import has_storage
+from varreg.thresholds import LARGE_PAGES, WORKSPACE
 
 _ALL: weakref.WeakSet[Workspace] = weakref.WeakSet()
 
@@ -68,3 +75,56 @@ def scratch(name: str, shape: Sequence[int], like: Tensor) -> Tensor:
     name.
     """
     return _NAMED[name].take(shape, like)
+
+
+# ---- large pages ---------------------------------------------------------------------------------
+
+PAGE, HUGE = mmap.PAGESIZE, getattr(mmap, "MADV_HUGEPAGE", None)
+"""The size of a small page, and Linux's name for the advice; None on other systems."""
+
+
+def ask_large_pages(*tensors: Tensor) -> None:
+    """Ask the system for large pages for new tensors, if they are large, before they are written.
+    Where there are none to ask for, do nothing.
+    """
+    advise = _advise()
+    for t in tensors:
+        is_real = type(t) is Tensor and t.is_cpu and has_storage(t)
+        if advise is not None and is_real and t.numel() >= LARGE_PAGES:
+            start = -(-t.data_ptr() // PAGE) * PAGE
+            advise(start, t.data_ptr() + t.nbytes - start, HUGE)  # the system may refuse it
+
+
+def zeros(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Return zeros with the type and device of `like`, in large pages if they are large."""
+    out = like.new_empty(shape)
+    ask_large_pages(out)
+    return out.zero_()
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a matrix product, in large pages if it is large."""
+    out = a.new_empty(a.shape[0], b.shape[1])
+    ask_large_pages(out)
+    return torch.mm(a, b, out=out)
+
+
+def empty_like(t: Tensor) -> Tensor:
+    """Return an uninitialized tensor like `t`, in large pages if it is large."""
+    out = torch.empty_like(t)
+    if t.numel() >= LARGE_PAGES:
+        ask_large_pages(out)
+    return out
+
+
+@functools.cache
+def _advise() -> Callable[..., Any] | None:
+    """Return `madvise` of the system's library; None where there are no large pages to ask for."""
+    if HUGE is None:
+        return None
+    try:
+        advise = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):
+        return None
+    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return advise

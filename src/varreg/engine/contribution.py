@@ -26,13 +26,14 @@ from torch import Tensor
 
 from varreg.backends import BACKENDS
 from varreg.engine.partition import Partition
-from varreg.memory import Workspace
+from varreg.memory import Workspace, product
 from varreg.native.layer_sums import Sums as LayerSums
 from varreg.thresholds import (
     CHUNK,
     CHUNK_GROUPS,
     DEVICE_CHUNK,
     GROUP_BY_GROUP,
+    LARGE_PAGES,
     OUTER_CHUNK,
     OUTER_GROUPS,
     WORKSPACE,
@@ -244,7 +245,8 @@ class Outer(Weight):
         dtype = stat_dtype(delta.dtype)
         if delta.dtype != dtype or a.dtype != dtype:
             delta, a = delta.to(dtype), a.to(dtype)
-        total, square = delta.t() @ a, delta.square().t() @ a.square()
+        multiply = product if self.shape.numel() >= LARGE_PAGES else torch.mm
+        total, square = multiply(delta.t(), a), multiply(delta.square().t(), a.square())
         return (total.view(self.shape), square.view(self.shape)), bias
 
     def sums_in_one_pass(self, kernels: Any = None) -> LayerSums | None:

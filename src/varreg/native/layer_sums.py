@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from varreg.memory import Workspace
+from varreg.memory import Workspace, ask_large_pages, zeros
 from varreg.native import library
 from varreg.native.contract import Convolution
-from varreg.thresholds import PACKED, PANEL, SHAPES, WORTH_THREADS_PRODUCTS
+from varreg.thresholds import LARGE_PAGES, PACKED, PANEL, SHAPES, WORTH_THREADS_PRODUCTS
 
 _SCRATCH = Workspace()  # memory for packed inputs and partial sums of kernels
 
@@ -93,6 +93,8 @@ def outer(
     threads = _threads(b * r * o * i)
     total = delta.new_empty(o, i)
     square = a.new_zeros(threads, dtype=torch.float64) if sum_only else torch.empty_like(total)
+    if total.numel() >= LARGE_PAGES:
+        ask_large_pages(total, square)
     both = delta.new_empty(2, o) if bias else None
     row = o + PANEL * threads  # packed numbers per row
     group = -(-b // groups) * r  # rows of the largest group
@@ -159,6 +161,8 @@ def conv(
     )
     memory = _SCRATCH.room(shape.scratch, x)
     square = x.new_zeros(threads, dtype=torch.float64) if sum_only else torch.empty_like(total)
+    if total.numel() >= LARGE_PAGES:
+        ask_large_pages(total, square)
     batch = x.shape[0] // per
     if norms and groups == batch and not (sum_only or depthwise):
         extra = _extra(batch, threads)
@@ -182,8 +186,8 @@ def lookup(
         return None
     ids, dy = ids.long().contiguous(), library.side_by_side(dy, 2)
     batch, r, features = dy.shape
-    total = dy.new_zeros(shape)
-    square = dy.new_zeros(shape) if squares else None
+    total = zeros(shape, dy)
+    square = zeros(shape, dy) if squares else None
     compact = dy.new_empty(min(-(-batch // groups) * r, shape[0]), features)
     slots = torch.empty(shape[0] + 2 * ids.numel() + groups, dtype=torch.int32, device="cpu")
     sizes = shape[0], batch, groups, r, features, *dy.stride()[:2], -1 if skip is None else skip

@@ -19,6 +19,7 @@ from torch import Tensor
 from varreg import _torch, native
 from varreg.backends import BACKENDS
 from varreg.engine import Moments, deferred, processes
+from varreg.memory import empty_like
 from varreg.native.contract import Counts, Task
 from varreg.optim.calibrate import calibrate
 from varreg.optim.gradient import largest_sum, rounding_of
@@ -279,8 +280,8 @@ def _memory_for_lambda(optimizer: Regularized, p: Tensor) -> Tensor:
     """
     lam = optimizer._lambdas.get(p)
     if isinstance(lam, Tensor) and lam.shape == p.shape and lam.dtype == p.dtype:
-        return lam if lam.is_contiguous() else torch.empty_like(p)
-    return torch.empty_like(p)
+        return lam if lam.is_contiguous() else empty_like(p)
+    return empty_like(p)
 
 
 def _template(m: Moments, group: dict[str, Any], kind: int) -> Task:

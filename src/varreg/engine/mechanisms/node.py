@@ -19,6 +19,8 @@ from varreg.engine.mechanisms.pull_back import PullBack, eps_of
 from varreg.engine.partition import Partition
 from varreg.engine.trace.layout import Place
 from varreg.errors import MeasurementError
+from varreg.memory import empty_like
+from varreg.thresholds import LARGE_PAGES
 
 if TYPE_CHECKING:
     from varreg.engine.ledger import Ledger
@@ -227,7 +229,14 @@ def take(
                 totals.append(None if total is None else total.to(recipient.dtype))
                 continue
             if pull_back is None:
-                totals.append(recipient.leaves[0][1].add(c, recipient.dtype, sums.get(c)))
+                p, ledger = recipient.leaves[0]
+                total = ledger.add(c, recipient.dtype, sums.get(c))
+                if total is not None and total is ledger.total and p.grad is None:
+                    # torch would make this copy for p.grad, and take longer
+                    total = (
+                        empty_like(total).copy_(total) if total.numel() >= LARGE_PAGES else total
+                    )
+                totals.append(total)
             else:
                 totals.append(pull_back.take(c, recipient.dtype))
             for _, ledger in recipient.leaves:
