@@ -59,11 +59,12 @@ def test_the_same_numbers_as_by_hand():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--plan", "many"), "--plan must be numbers, as in 32,128; got 'many'"),
+        (("--plan", "many"), "--plan must be whole numbers, as in 32,128; got 'many'"),
         (("--plan", "0", "--steps", 2), "expects batch sizes, positive whole numbers"),
         (("--optimizer", "SDG"), "no optimizer 'SDG'"),
         (("-t", "digit"), "no task 'digit'"),
         (("--lr", 3e38, "--steps", 8), "Use a smaller --lr"),
+        (("--lr", -1), "SGD does not take lr=-1.0: Invalid learning rate"),
     ],
 )
 def test_bad_input(arguments, said, tmp_path):
