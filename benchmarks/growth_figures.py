@@ -136,7 +136,7 @@ def ratios(saved: dict[str, Any]) -> Figure:
     """Draw the ratios, a panel for each line: ours should not grow."""
     with mpl.rc_context(STYLE):
         lines = list(saved["lines"].values())
-        columns = min(3, len(lines))
+        columns = min(2, len(lines))  # more would be too small to read on a page
         figure = Figure(
             figsize=(4.1 * columns, 3.3 * math.ceil(len(lines) / columns) + 0.3),
             layout="constrained",

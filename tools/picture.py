@@ -60,42 +60,42 @@ STAGES = (
         "optim/sgd.py, adam.py, …",
     ),
 )
-WIDTH, GAP, TOP, LINE = 244, 26, 74, 21
+WIDTH, GAP, LINE = 720, 24, 21
+NAMES = (216, 472)
+"""Where the two columns of files begin, right of what a stage is called."""
 
 
 def draw() -> str:
-    """Return the picture as SVG."""
-    height = TOP + LINE * max(len(files) for _, _, *files in STAGES) + 4
-    total = len(STAGES) * (WIDTH + GAP) - GAP + 8
-    parts = [
-        (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total} {height}" '
-            'font-family="sans-serif" font-size="13">'
-        ),
-        "<title>The way of the data: forward, backward, moments, λ, step</title>",
-    ]
+    """Return the picture as SVG: a row for each stage, as wide as the text of a page."""
+    parts, top = [], 4
     for i, (title, question, *files) in enumerate(STAGES):
-        x = 4 + i * (WIDTH + GAP)
+        lines = -(-len(files) // len(NAMES))
+        height = max(LINE * lines + 22, 62)
         parts.append(
-            f'<rect x="{x}" y="4" width="{WIDTH}" height="{height - 8}" rx="8" fill="#f4faf9" '
+            f'<rect x="4" y="{top}" width="{WIDTH - 8}" height="{height}" rx="8" fill="#f4faf9" '
             'stroke="#00897b"/>'
-            f'<text x="{x + 12}" y="28" font-size="17" font-weight="bold" fill="#00695c">{title}'
+            f'<text x="16" y="{top + 26}" font-size="17" font-weight="bold" fill="#00695c">{title}'
             "</text>"
-            f'<text x="{x + 12}" y="49" fill="#555">{question}</text>'
+            f'<text x="16" y="{top + 47}" fill="#555">{question}</text>'
         )
         for k, file in enumerate(files):
-            y = TOP + LINE * k
+            x, y = NAMES[k // lines], top + 26 + LINE * (k % lines)
             parts.append(
-                f'<text x="{x + 12}" y="{y}" font-family="monospace" font-size="11" fill="#222">'
+                f'<text x="{x}" y="{y}" font-family="monospace" font-size="11.5" fill="#222">'
                 f"{file}</text>"
             )
         if i:
-            y = height // 2
             parts.append(
-                f'<path d="M{x - GAP + 4} {y}h{GAP - 12}m-6 -5l6 5l-6 5" fill="none" '
+                f'<path d="M{WIDTH // 2} {top - GAP + 4}v{GAP - 10}m-5 -6l5 6l5 -6" fill="none" '
                 'stroke="#00897b" stroke-width="2"/>'
             )
-    return "\n".join([*parts, "</svg>", ""])
+        top += height + GAP
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top - GAP + 4}" '
+        'font-family="sans-serif" font-size="12.5">'
+    )
+    title = "<title>The way of the data: forward, backward, moments, λ, step</title>"
+    return "\n".join([head, title, *parts, "</svg>", ""])
 
 
 def missing() -> list[str]:

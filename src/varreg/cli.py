@@ -395,7 +395,7 @@ def batch_sizes(text: str | None, option: str = "--plan") -> list[int]:
         return [int(part) for part in text.split(",")] if text is not None else []
     except ValueError:
         raise VarregError(
-            f"varreg: {option} must be numbers, as in 32,128; got {text!r}."
+            f"varreg: {option} must be whole numbers, as in 32,128; got {text!r}."
         ) from None
 
 

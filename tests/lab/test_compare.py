@@ -430,6 +430,16 @@ def test_partial_means_are_of_the_seeds_that_both_have():
     assert "(means 6.50 against 6.50, medians 6.50 against 6.50; " in headline  # of seeds 4 to 7
 
 
+def test_a_target_that_half_of_the_runs_miss_is_said_in_words():
+    results = filled(SMALL, best_at(0.1), lambda c: 1.0 + noise(c))
+    for k, config in enumerate(SMALL.configs_by_arm(results)["VRSGD"]):
+        if k % 2:  # its validation losses stay above the target
+            results[config.name] = result(config, [2.0, 1.5, 1.4, 1.3], 1.0 + noise(config))
+    speed = analyze(SMALL, results)["verdict"][0]["speed"]
+    assert "is reached by VRSGD in 4 of 8 runs, by SGD in 8 of 8 runs." in speed
+    assert speed.endswith("In half of the pairs of seeds or more, VRSGD does not reach it.")
+
+
 def test_nothing_is_concluded_from_too_few_seeds():
     few = Comparison(
         "logistic",

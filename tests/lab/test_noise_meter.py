@@ -59,14 +59,21 @@ def test_the_same_numbers_as_by_hand():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--plan", "many"), "--plan must be numbers, as in 32,128; got 'many'"),
-        (("--plan", "0", "--steps", 2), "expects batch sizes, positive whole numbers"),
+        (("--plan", "many"), "--plan must be whole numbers, as in 32,128; got 'many'"),
+        (("--plan", "32,0"), "--plan must be whole numbers from 1 up, as in 32,128; got 32, 0."),
         (("--optimizer", "SDG"), "no optimizer 'SDG'"),
         (("-t", "digit"), "no task 'digit'"),
         (("--lr", 3e38, "--steps", 8), "Use a smaller --lr"),
+        (("--lr", -1), "SGD does not take lr=-1.0: Invalid learning rate"),
     ],
 )
 def test_bad_input(arguments, said, tmp_path):
     done = call("--task", "logistic", "-o", tmp_path, *arguments)
     assert isinstance(done.exception, varreg.VarregError)
     assert said in str(done.exception)
+
+
+@pytest.mark.parametrize("arguments", [("--plan", "0"), ("--optimizer", "SDG"), ("-t", "digit")])
+def test_words_that_mean_nothing_leave_no_folder(arguments, tmp_path):
+    call("--task", "logistic", "-o", tmp_path / "out", *arguments)
+    assert not (tmp_path / "out").exists()

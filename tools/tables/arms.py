@@ -7,6 +7,7 @@ import statistics
 from typing import Any
 
 from tools.tables.cells import markdown, once
+from tools.tables.experiments import optimizer_cell
 from tools.tables.marks import ROOT
 from varreg.lab.report.format import number
 
@@ -71,7 +72,7 @@ def comparison(saved: Saved) -> str:
         accuracy = arm.get("test_accuracy")
         rows.append(
             [
-                f"`{arm['name']}`{s}",
+                f"{optimizer_cell(arm['name'])}{s}",
                 _median(arm["test_loss"]),
                 _difference(against.get(arm["name"])),
                 f"{100 * statistics.median(accuracy):.1f}" if accuracy else "",

@@ -113,10 +113,10 @@ def _interval(row: Saved) -> str:
     return f"{number(row['value'])} ({number(row['low'])} to {number(row['high'])})"
 
 
-def _optimizer(spec: str) -> str:
+def optimizer_cell(spec: str) -> str:
     """Return an optimizer with its options, so that a line can break between them.
 
-    >>> _optimizer("VRSGD:per=model,s=2")
+    >>> optimizer_cell("VRSGD:per=model,s=2")
     '`VRSGD` per=model, s=2'
     """
     name, _, options = spec.partition(":")
@@ -133,7 +133,7 @@ def comparisons(*saved: Saved) -> str:
             rows.append(
                 [
                     f"{one['arguments']['task']}, {found['against']}: {losses[found['against']]}",
-                    _optimizer(found["arm"]),
+                    optimizer_cell(found["arm"]),
                     _says(said["kind"], found["arm"], one["ablations"]),
                     losses[found["arm"]],
                     f"{number(difference['low'])} to {number(difference['high'])}",
@@ -149,7 +149,7 @@ def ablations(saved: Saved) -> str:
     losses = {arm["name"]: _loss(arm) for arm in saved["arms"]}
     rows = [
         [
-            _optimizer(found["arm"]),
+            optimizer_cell(found["arm"]),
             found["against"].removeprefix(f"{found['arm']}, "),
             losses[found["arm"]],
             losses[found["against"]],

@@ -109,6 +109,12 @@ def conduct(
     """Measure, print, and save `noise.json` and two figures; return the exit code."""
     if measurement.steps < 2:
         raise VarregError(f"varreg: --steps must be at least 2; got {measurement.steps}.")
+    if min(batches, default=1) < 1:
+        raise VarregError(
+            "varreg: --plan must be whole numbers from 1 up, as in 32,128; got "
+            f"{', '.join(map(str, batches))}."
+        )
+    measurement.config()  # a wrong task or optimizer is told before a folder is made
     store.check_writable(out)
     noise, curve = measure(measurement, data_dir)
     planned = batches or [max(1, round(f * noise.batch)) for f in FACTORS]

@@ -32,8 +32,7 @@ class Monitor:
     >>> model = torch.nn.Linear(4, 1)
     >>> observer = varreg.observe(model)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> folder = getfixture("tmp_path")
-    >>> with varreg.Monitor(observer, optimizer, folder, every=1) as monitor:
+    >>> with varreg.Monitor(observer, optimizer, "runs/mine", every=1) as monitor:
     ...     for step in range(20):
     ...         optimizer.zero_grad()
     ...         loss = model(torch.randn(8, 4)).square().mean()
@@ -41,7 +40,7 @@ class Monitor:
     ...         optimizer.step()
     ...         monitor.step(loss)  # before gradients are cleared
     >>> monitor
-    Monitor(20 steps, 20 records, ended: ...monitor.html)
+    Monitor(20 steps, 20 records, ended: runs/mine/monitor.html)
 
     In a `with` block, the monitor follows the optimizer's steps by itself: `step(loss)` then only
     adds the loss, and is optional. Without a `with` block, call `step()` in the loop, and `close()`

@@ -28,7 +28,7 @@ def read_record_of(folder: Path) -> dict[str, Any]:
     if not path.exists():
         raise VarregError(
             f"varreg: {folder} has no experiment.json: it is not a folder of `varreg compare`, "
-            "`varreg reproduce` or `varreg theory`."
+            "`reproduce`, `scaling` or `theory`."
         )
     store.check_inside(folder, path)
     return read_record(path)

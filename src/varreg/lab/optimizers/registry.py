@@ -147,7 +147,8 @@ def build(
     except Exception as error:  # torch's own checks raise many kinds
         if isinstance(error, VarregError):
             raise
-        raise VarregError(f"varreg: {name} does not take {options}: {error}") from error
+        what = ", ".join(f"{key}={value}" for key, value in (options or {"lr": lr}).items())
+        raise VarregError(f"varreg: {name} does not take {what}: {error}") from error
     if not isinstance(made, Optimizer):
         raise VarregError(
             f"varreg: {name} must be a class of torch optimizers, or a function that makes one; it "

@@ -11,7 +11,7 @@ from varreg.lab.experiments.compare import learning_rates
 from varreg.lab.experiments.compare.figures import differences, sensitivity
 from varreg.lab.report import charts
 from varreg.lab.report.document import Findings, Page
-from varreg.lab.report.format import mean, number, percent, spread
+from varreg.lab.report.format import count, mean, number, percent, spread
 from varreg.lab.report.sections import BANDS, statistics_section
 from varreg.lab.runs.config import Arms, Results
 from varreg.tables import table
@@ -43,11 +43,11 @@ def _budget(comparison: Comparison) -> str:
     each = (
         ", ".join(f"{spec} {n}" for spec, n in counts.items())
         if len(set(counts.values())) > 1
-        else f"each optimizer {comparison.trials}"
+        else f"{comparison.trials} for each optimizer"
     )
     return (
-        f"Trials: {each}, × {comparison.tuning_seeds} tuning seeds; the best by validation loss "
-        f"was run with {comparison.seeds} fresh seeds, the same for all. "
+        f"Trials: {each}, with {count(comparison.tuning_seeds, 'tuning seed')} each; the best by "
+        f"validation loss was run with {comparison.seeds} fresh seeds, the same for all. "
         "The test split was read once, at the end."
     )
 

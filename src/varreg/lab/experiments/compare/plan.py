@@ -77,7 +77,7 @@ class Comparison(TrainingExperiment):
                 what = f"{len(self.s)} values of s"
                 if self.schedules:
                     what = f"{len(extras_of(self, spec))} schedules and values of s"
-                raise VarregError(f"varreg: {self.trials} trials are too few for {what}.")
+                raise VarregError(f"varreg: trials={self.trials} is too few for {what}.")
             for _, options in grid(self, spec):
                 optimizers.check(name, options)
 

@@ -154,6 +154,8 @@ def speed_words(c: Contrast, a: dict[str, Any], b: dict[str, Any], goal: float) 
     )
     if not all(reached) or math.isnan(c.steps.value):
         return who
+    if c.steps.value == math.inf:
+        return f"{who} In half of the pairs of seeds or more, {c.arm} does not reach it."
 
     def times(e: Estimate, what: str) -> str:
         if e.low == 0 and e.high == math.inf:

@@ -91,7 +91,8 @@ class Scaling(TrainingExperiment):
             )
         if not self.scales or min(self.scales) < 2 or len(set(self.scales)) < len(self.scales):
             raise VarregError(
-                f"varreg: scales must be different whole numbers from 2 up; got {self.scales}."
+                "varreg: scales must be different whole numbers from 2 up, as in 4,16,64; got "
+                f"{', '.join(map(str, self.scales))}."
             )
         for key in ("batch", "trials", "tuning_seeds", "seeds"):
             if getattr(self, key) < 1:
