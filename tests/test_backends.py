@@ -11,6 +11,7 @@ import torch
 
 import varreg
 from varreg import backends, few_launches, native
+from varreg.engine import Moments
 
 FUNCTIONS = [n for n in dir(backends.Backend) if not n.startswith("_")]
 
@@ -59,7 +60,7 @@ def test_sums_in_few_launches(groups):
     found = few_launches.outer(delta, a, groups, bias=True)
     total, square = few_launches.both_sums(c, n=n)
     assert few_launches.outer(delta, a, 4) is None  # groups of different sizes
-    few_launches.square_pending_roots()
+    few_launches.finish_squares()
     for values, (S, W) in (
         (c, (total, square)),
         (each, (found.total, found.square)),
@@ -69,21 +70,43 @@ def test_sums_in_few_launches(groups):
         torch.testing.assert_close(W, values.square().sum(0) / n)
 
 
-@pytest.mark.parametrize("cached", [0, 1 << 20])
+@pytest.mark.parametrize("cached", [0, 50, 1 << 20])
 @pytest.mark.parametrize("bias", [False, True])
 def test_one_row_per_sample_in_few_launches(bias, cached, monkeypatch):
     """With per-sample gradients where they are few, and without them; then at any batch."""
     monkeypatch.setattr(few_launches, "DEVICE_CACHED", cached)
-    monkeypatch.setattr(few_launches, "DEVICE_CHUNK", 0 if not (bias and cached) else 1 << 20)
+    monkeypatch.setattr(few_launches, "DEVICE_CHUNK", 1 << 20 if bias and cached > 50 else 0)
     delta, a = torch.randn(6, 1, 4).double(), torch.randn(6, 1, 5).double()
     found = few_launches.outer(delta, a, 6, bias=bias)
-    few_launches.square_pending_roots()
+    few_launches.finish_squares()
     each = torch.einsum("bro,bri->boi", delta, a)
     torch.testing.assert_close(found.total, each.sum(0))
     torch.testing.assert_close(found.square, each.square().sum(0))
     assert (found.bias is not None) == bias
     for sums, values in zip(found.bias or (), (delta, delta.square())):
         torch.testing.assert_close(sums, values.sum((0, 1)))
+
+
+@pytest.mark.parametrize("cached", [0, 500, 1 << 20])
+def test_samples_that_agree_have_no_variance_in_few_launches(cached, monkeypatch):
+    monkeypatch.setattr(few_launches, "DEVICE_CACHED", cached)
+    for rows in 1, 3:
+        delta, a = (torch.randn(1, rows, n).repeat(100, 1, 1) for n in (4, 5))
+        found = few_launches.outer(delta, a, 100, bias=True)
+        few_launches.finish_squares()
+        for S, W in ((found.total, found.square), found.bias):
+            assert not Moments(100, 100, S, W).variance.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_added_up_in_float32_in_few_launches(dtype):
+    delta, a = torch.randn(50, 3, 4).to(dtype), torch.randn(50, 3, 5).to(dtype)
+    found = few_launches.outer(delta, a, 50, bias=True)
+    few_launches.finish_squares()
+    each, bias = (delta.transpose(1, 2) @ a).float(), delta.sum(1).float()
+    for values, (S, W) in ((each, (found.total, found.square)), (bias, found.bias)):
+        torch.testing.assert_close(S, values.sum(0), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(W, values.square().sum(0), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("m", "factor"), [(2, 1.0), (100, 99 / 7)])

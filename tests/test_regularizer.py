@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support import update_rules
 from varreg import regularizer as vr
+from varreg.backends import TWINS, use
 
 S = [0.0, 0.1, 1 / math.e, 1.0, 2.0, 16.0]
 R = torch.tensor([0.0, 0.2, 0.9, 1.0, 1.1, 3.0, 100.0, math.inf], dtype=torch.float64)
@@ -91,6 +92,23 @@ def test_bounds():
     unbounded = vr.regularizer(R, torch.ones(()), options(form="affine"))
     assert (unbounded.min(), unbounded.max()) == (0, 3)  # [0, 1+s], the rational form's own
     assert vr.bounds(options(form="affine", lambda_max=9.0)) == (0.0, 9.0)
+
+
+@pytest.mark.parametrize("changed", [{}, {"lambda_min": 0.4, "lambda_max": 1.1}, {"cap": 0.3}])
+def test_lambda_is_the_form_of_rho_over_the_mean_of_its_history(changed):
+    o = options(**changed)
+    values = [0.0, 1e-20, 0.3, 1.0, 2.0, math.inf, math.nan]
+    pairs = [(v, d) for v in values for d in values[:-2]]
+    variance, delta = torch.tensor(pairs, dtype=torch.float64).T
+    ours, theirs = ([torch.zeros_like(delta) for _ in range(2)] for _ in range(2))
+    with use("cpu", TWINS):
+        for _ in range(3):
+            lam = vr.lambdas(variance, delta, *ours, 5, o)
+            expected = vr.regularizer(*vr.ratio(variance, delta, *theirs, 5, o), o)
+            torch.testing.assert_close(lam, expected, rtol=1e-12, atol=1e-15)
+            variance = variance.roll(1)
+    assert torch.equal(torch.stack(ours), torch.stack(theirs))
+    assert (lam.isfinite() & (lam != 1)).any()
 
 
 def test_cap_is_the_sampling_noise_of_zero():

@@ -42,9 +42,9 @@ fused_dropout: Any = torch._fused_dropout
 # Copies many tensors in one call. `torch.optim` does the same; nothing public does.
 foreach_copy = torch._foreach_copy_
 foreach_add_into = torch._foreach_add_
+foreach_addcmul_into = torch._foreach_addcmul_
 foreach_sub = torch._foreach_sub
 foreach_mul = torch._foreach_mul
-foreach_div = torch._foreach_div
 foreach_div_into = torch._foreach_div_
 foreach_mul_into = torch._foreach_mul_
 foreach_lerp_into = torch._foreach_lerp_

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from varreg import _torch
 from varreg.errors import VarregError
-from varreg.thresholds import CONSTANTS
+from varreg.thresholds import CONSTANTS, FILLED
 
 _NO_GENERATOR = ("cpu", "meta")  # the CPU's is torch.default_generator
 
@@ -43,6 +43,20 @@ def constant(value: float, like: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=CONSTANTS)
 def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=dtype, device=device)
+
+
+def filled(value: float, shape: torch.Size | tuple[int, ...], like: Tensor) -> Tensor:
+    """Return the same for a tensor of equal numbers."""
+    if like.is_cpu or type(like) is not Tensor:
+        return like.new_full(shape, value)
+    return _filled(value, tuple(shape), like.dtype, like.device)
+
+
+@functools.lru_cache(maxsize=FILLED)
+def _filled(
+    value: float, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    return torch.full(shape, value, dtype=dtype, device=device)
 
 
 def widest(t: Tensor) -> Tensor:

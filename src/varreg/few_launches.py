@@ -1,9 +1,9 @@
 """S and W by PyTorch, in few launches: the backend of devices for which varreg has no kernels.
 
 It has those functions of the interface `Backend` (backends.py) that save launches. A function
-returns None to leave the work to the definition in PyTorch. W is computed as √W, and
-`square_pending_roots` turns √W into W at the end of the backward. So one reduction reads the
-per-sample gradients, in place of a square and a sum.
+returns None to leave the work to the definition in PyTorch. W is computed as √W, or as W less a
+multiple of S², and `finish_squares` turns both into W at the end of the backward. So one reduction
+reads the per-sample gradients, in place of a square and a sum; or one makes both S and W.
 
 Letters: b samples, u groups of n samples, r rows of one sample, o and i features.
 """
@@ -19,26 +19,34 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from varreg import _torch
+from varreg.devices import filled
 from varreg.native.layer_sums import Sums
 from varreg.thresholds import DEVICE_CACHED, DEVICE_CHUNK
 
 _ROOTS: list[Tensor] = []
-"""Pending roots: tensors that hold √W until `square_pending_roots()` makes them W."""
+"""Tensors that hold √W until `finish_squares()` makes them W."""
+
+_SPREADS: list[tuple[Tensor, Tensor, float]] = []
+"""Tensors that hold W − f·S² until `finish_squares()` makes them W, each with S and f."""
 
 
 def root_of_squares(c: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """Return a tensor that holds Σ c² over a dimension after the next `square_pending_roots`."""
+    """Return a tensor that holds Σ c² over a dimension after the next `finish_squares`."""
     root: Tensor = torch.linalg.vector_norm(c, 2, dim, dtype=dtype)
     _ROOTS.append(root)
     return root
 
 
-def square_pending_roots() -> None:
-    """Square all pending roots in place. No W of a device may be read before that."""
-    roots = _ROOTS.copy()
-    del _ROOTS[: len(roots)]
+def finish_squares() -> None:
+    """Turn all roots and spreads into W, in place. No W of a device may be read before that."""
+    roots, spreads = _ROOTS.copy(), _SPREADS.copy()
+    del _ROOTS[: len(roots)], _SPREADS[: len(spreads)]
     for alike in by_type(roots):
         _torch.foreach_mul_into(alike, alike)
+    others = {id(spread): rest for spread, *rest in spreads}
+    for alike in by_type([spread for spread, *_ in spreads]):
+        totals, factors = zip(*(others[id(t)] for t in alike), strict=True)
+        _torch.foreach_addcmul_into(alike, totals, totals, factors)
 
 
 def by_type(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -57,6 +65,17 @@ def both_sums(c: Tensor, dim: int = 0, n: int = 1) -> tuple[Tensor, Tensor]:
     """Return S and W of contributions of groups of n samples, which lie along a dimension."""
     total, root = c.sum(dim, dtype=_type(c)), root_of_squares(c, dim, _type(c))
     return total, root.mul_(n**-0.5) if n > 1 else root
+
+
+def _sums_of_multiples(c: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Return S and W of contributions of u groups of n samples, `[u, …]`, given u times each."""
+    u = len(c)
+    # the mean is S, and the sum of the squared deviations is u²(n·W − S²/u): divided by u²
+    square, total = torch.var_mean(c, 0, correction=u - u * u)
+    if n > 1:
+        square.div_(n)
+    _SPREADS.append((square, total.detach(), 1 / (u * n)))
+    return total, square
 
 
 def variance(
@@ -97,29 +116,36 @@ def outer(delta: Tensor, a: Tensor, groups: int, bias: bool = False) -> Sums | N
     if elements > DEVICE_CHUNK:
         return None
     delta, a = (t.reshape(groups, -1, t.shape[2]) for t in (delta, a))
-    c = delta.new_empty(groups, o * i + o * bias)
-    torch.bmm(delta.transpose(1, 2), a, out=c[:, : o * i].unflatten(1, (o, i)))
+    return _sums_of_products(delta.transpose(1, 2), a, bias, b // groups)
+
+
+def _sums_of_products(delta: Tensor, a: Tensor, bias: bool, n: int) -> Sums:
+    """Return S and W of the products δ `[u, o, r]` · a `[u, r, i]`, and those of Σ_r δ."""
+    (u, o, r), i = delta.shape, a.shape[2]
+    times = u if delta.dtype == _type(delta) else 1
+    c = delta.new_empty(u, o * i + o * bias)
+    w = o * i
+    c[:, :w].unflatten(1, (o, i)).baddbmm_(delta, a, beta=0, alpha=times)
     if bias:
-        torch.sum(delta, 1, out=c[:, o * i :])
-    return _divided(c, o, i, b // groups)
+        each = filled(float(times), (r, 1), delta).expand(u, r, 1)
+        torch.bmm(delta, each, out=c[:, w:].unsqueeze(2))
+    total, square = both_sums(c, n=n) if times == 1 else _sums_of_multiples(c, n)
+    # `.data` gives each view its own version: a write to one gradient is no write to the other
+    weight = total[:w].view(o, i).data, square[:w].view(o, i)
+    return Sums(*weight, (total[w:].data, square[w:]) if bias else None)
 
 
 def _single_rows(delta: Tensor, a: Tensor, bias: bool) -> Sums:
     """Return the same for one row: (δ ⊗ a)² = δ² ⊗ a², and no per-sample gradient exists."""
     dtype = _type(delta)
     delta, a = delta.to(dtype), a.to(dtype)
+    if bias and delta.numel() <= DEVICE_CACHED:
+        times = filled(float(len(delta)), delta.shape, delta)
+        delta2, a2, multiples = _torch.foreach_mul([delta, a, delta], [delta, a, times])
+        return Sums(delta.t() @ a, delta2.t() @ a2, _sums_of_multiples(multiples, 1))
     delta2, a2 = _torch.foreach_mul([delta, a], [delta, a])
     both = (delta.sum(0), delta2.sum(0)) if bias else None
     return Sums(delta.t() @ a, delta2.t() @ a2, both)
-
-
-def _divided(c: Tensor, o: int, i: int, n: int) -> Sums:
-    """Return the sums of contributions `[u, o·i]`, or `[u, o·i + o]` with those of a bias."""
-    total, square = both_sums(c, n=n)
-    w = o * i
-    # `.data` gives each view its own version: a write to one gradient is no write to the other
-    weight = total[:w].view(o, i).data, square[:w].view(o, i)
-    return Sums(*weight, (total[w:].data, square[w:]) if len(total) > w else None)
 
 
 def conv(
@@ -153,13 +179,8 @@ def conv(
             *(s * t for s, t in zip(strides[2:], stride)),
         ),
     )
-    a = windows.reshape(b, i, r)
-    c = delta.new_empty(b, o * i + o * bias)
-    delta = delta.reshape(b, o, r)
-    torch.bmm(delta, a.transpose(1, 2), out=c[:, : o * i].unflatten(1, (o, i)))
-    if bias:
-        torch.sum(delta, 2, out=c[:, o * i :])
-    return _divided(c, o, i, 1)
+    a = windows.reshape(b, i, r).transpose(1, 2)
+    return _sums_of_products(delta.reshape(b, o, r), a, bias, 1)
 
 
 def norm_rows(x: Tensor, dy: Tensor, eps: float, centre: bool = True) -> Tensor | None:

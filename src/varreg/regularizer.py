@@ -166,6 +166,22 @@ def ratio(
     Where `present` is 0, ρ is undefined: no sample had a gradient, and only weight decay or
     momentum moves the parameter. ρ is also undefined where `present` is too small to be precise.
     """
+    rho = _recorded(variance, delta, history, count, m, options, present, memory)
+    out = memory("average", rho.shape, rho)
+    return rho, average(history, count, options["history"], options["history_beta"], out)
+
+
+def _recorded(
+    variance: Tensor,
+    delta: Tensor,
+    history: Tensor,
+    count: Tensor,
+    m: int,
+    options: Mapping[str, Any],
+    present: Tensor | None,
+    memory: Memory,
+) -> Tensor:
+    """Record ρ in its history, and return it."""
     rho = variance
     if options["scale_free"]:
         rho = scale_free(variance, delta, limit(m, options), memory("rho", delta.shape, delta))
@@ -173,9 +189,8 @@ def ratio(
         rho = nan_if_unknown(rho, present, may_write=rho is not variance)
     if rho.dtype != history.dtype:
         rho = rho.to(history.dtype)
-    kind, beta = options["history"], options["history_beta"]
-    record(history, count, rho, kind, beta, memory)
-    return rho, average(history, count, kind, beta, memory("average", rho.shape, rho))
+    record(history, count, rho, options["history"], options["history_beta"], memory)
+    return rho
 
 
 def lambdas(
@@ -193,9 +208,18 @@ def lambdas(
     """
     lam = native_lambdas(variance, delta, history, count, present, limit(m, options), options)
     if lam is None:
-        both = ratio(variance, delta, history, count, m, options, present, memory)
-        lam = regularizer(*both, options)
+        given = variance, delta, history, count, m, options, present, memory
+        if options["form"] == "rational" and options["history"] == "mean":
+            lam = _bounded(_of_mean(_recorded(*given), history, count, options["s"]), options)
+        else:
+            lam = regularizer(*ratio(*given), options)
     return lam
+
+
+def _of_mean(rho: Tensor, omega: Tensor, n: Tensor, s: float) -> Tensor:
+    """Return rational(ρ, Ω/n, s) = (1 + s)·Ω/(Ω + s·n·ρ), in one pass over memory less."""
+    divisor = torch.addcmul(omega, n, rho, value=s)
+    return torch.addcdiv(constant(0.0, rho), omega, divisor, value=1 + s)
 
 
 def native_lambdas(
@@ -251,7 +275,11 @@ def regularizer(rho: Tensor, rho_bar: Tensor, options: Mapping[str, Any]) -> Ten
     """Return λ = form(ρ/ρ̄) within its bounds; 1 where ρ/ρ̄ is undefined. `options` has `s`,
     `form`, `lambda_min` and `lambda_max`.
     """
-    lam = _FORMS[options["form"]].function(rho, rho_bar, options["s"])
+    return _bounded(_FORMS[options["form"]].function(rho, rho_bar, options["s"]), options)
+
+
+def _bounded(lam: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """Return λ within its bounds, and 1 where it is undefined; it may be written to."""
     low, high = bounds(options)
     if low is not None or high is not None:
         lam = lam.clamp_(min=low, max=high)

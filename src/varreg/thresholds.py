@@ -424,6 +424,12 @@ CONSTANTS = 1 << 8
 """Numbers that are kept on devices: a param group has one or two, and a scheduler of s a new one at
 each step. Not measured."""
 
+FILLED = 1 << 6
+"""Tensors of equal numbers that are kept on devices: one for each number of rows of a layer, and
+one for each layer with one row per sample, of the size of its output and of up to `DEVICE_CACHED`
+elements. A bound on memory, if batches have many sizes.
+"""
+
 DEVICE_CHUNK = 1 << 25
 """Elements of per-sample gradients that exist at once on an accelerator: 128 MiB in float32. Each
 chunk is several kernel launches; on the CPU, chunks are as small as its caches. Not measured."""
@@ -435,8 +441,8 @@ with one row per sample needs none, at the price of one more launch for its bias
 DEVICE_SMALL, DEVICE_JOINED, DEVICE_LARGE = 1 << 22, 1 << 24, 1 << 26
 """On an accelerator: the largest size of a parameter whose step is joined with the steps of others,
 the largest size of all joined parameters, and the size from which on a parameter is sliced; in
-elements. A joined step of any number of parameters takes some 40 launches, and memory for about ten
-more numbers per element. Not measured."""
+elements. A joined step of any number of parameters takes some 25 to 40 launches, and memory for
+about ten more numbers per element. Not measured."""
 
 # ---- noise ---------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from tests.support.truth import losses, one_at_a_time, sample_weights
 from varreg import native
 from varreg.backends import BACKENDS, TWINS, use
 from varreg.engine.contribution import Bias
-from varreg.few_launches import square_pending_roots
+from varreg.few_launches import finish_squares
 
 BATCH = 6
 
@@ -79,7 +79,7 @@ def test_moments_of_a_weight_and_of_its_bias(name, backend):
         for _ in range(2):  # the second time, the ledgers know which uses to wait for
             model.zero_grad()
             run(model, (x,), w)
-            square_pending_roots()
+            finish_squares()
             assert_moments(model, g)
 
 

@@ -159,6 +159,7 @@ def test_everything_works_without_a_compiler(environment, status, tmp_path, monk
     assert done.stderr.count("varreg: native code is off") == wanted
     if wanted:
         assert status in done.stderr
+        assert ".. " not in done.stderr
         assert "VARREG_NATIVE=0" in done.stderr
 
 

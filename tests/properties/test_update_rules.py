@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import types
 
 import pytest
 import torch
@@ -240,19 +239,25 @@ def test_ten_steps_show_a_wrong_formula(wrong, monkeypatch):
         run(name, RULES[name].settings[setting], {}, steps=10)
 
 
-@pytest.mark.parametrize("place", [2, 3, 4], ids=["N", "C", "V"])
-def test_ten_steps_show_a_wrong_bias_correction(place, monkeypatch):
-    """The roots of the right corrections of N, C and V, in place of them."""
+@pytest.mark.parametrize("power", [0, 2])
+def test_ten_steps_show_a_wrong_bias_correction(power, monkeypatch):
+    """None, or its square, in place of the correction of Adam's average of squares."""
     monkeypatch.setattr("varreg.native.serves", lambda *_: False)
-    right = adam._torch.foreach_div
-
-    def wrong(tensors, numbers):
-        numbers = [c**0.5 if i == place else c for i, c in enumerate(numbers)]
-        return right(tensors, numbers)
-
-    monkeypatch.setattr(adam, "_torch", types.SimpleNamespace(foreach_div=wrong))
+    right = increments.bracket
+    monkeypatch.setattr(
+        increments, "bracket", lambda slope, sums, unit: right(slope, sums, unit**power)
+    )
     with pytest.raises(AssertionError, match=r"λ of .* at step"):
         run("Adam", RULES["Adam"].settings["plain"], {}, steps=10)
+
+
+def test_ten_steps_show_a_wrong_bias_correction_of_the_numerator(monkeypatch):
+    """It cancels in ρ of an element, and is a factor of the variance itself."""
+    right = adam._average
+    monkeypatch.setattr(adam, "_average", lambda *given: (*right(*given)[:3], 1.0))
+    monkeypatch.setattr("varreg.native.serves", lambda *_: False)
+    with pytest.raises(AssertionError, match=r"λ of .* at step"):
+        run("Adam", RULES["Adam"].settings["plain"], {"scale_free": False}, steps=10)
 
 
 class Linear(nn.Module):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from varreg.engine.contribution import Contribution, Outer, Sums
 from varreg.engine.partition import Partition
-from varreg.few_launches import square_pending_roots
+from varreg.few_launches import finish_squares
 
 
 class Scattered(Contribution):
@@ -36,7 +36,7 @@ class Scattered(Contribution):
 
     def sums(self) -> Sums:
         total, square, *_ = self.looked_up.sums()
-        square_pending_roots()  # before the sums are copied
+        finish_squares()  # before the sums are copied
         return self.scatter(total), self.scatter(square)
 
     def total(self) -> Tensor | None:

@@ -22,7 +22,7 @@ from varreg.engine.mean_variance import Moments
 from varreg.engine.number_range import sums_in_range
 from varreg.engine.on_device import copy_shared_totals
 from varreg.engine.partition import Partition
-from varreg.few_launches import square_pending_roots
+from varreg.few_launches import finish_squares
 
 
 class GradientWatch:
@@ -218,7 +218,7 @@ class Ledger:
             else:
                 self.total = self.total + total
             if not (square.is_cpu or (self.may_share_total and self.square is None)):
-                square_pending_roots()
+                finish_squares()
             if self.square is None:
                 self.square = square
             elif self.square_was_read:
@@ -285,7 +285,7 @@ class Ledger:
         """
         if self.in_window and not p.is_cpu:
             copy_shared_totals([self])
-            square_pending_roots()
+            finish_squares()
         total, square, grad = self.total, self.square, p.grad
         if self.count == 0 or total is None or square is None:
             return None

@@ -21,7 +21,7 @@ from varreg.engine.contribution import Bias, Contribution, Dense, Outer, Weight,
 from varreg.engine.rules.embedding import SparseRows
 from varreg.engine.rules.normalization import Stacked
 from varreg.engine.sample_norms import squared
-from varreg.few_launches import square_pending_roots
+from varreg.few_launches import finish_squares
 from varreg.native import spread
 
 TotalAndSpread = tuple[Tensor | None, Tensor | float]
@@ -120,7 +120,7 @@ def measured_with_bias(
     (total, square, *copies), bias = c.sums_with_bias()
     if square is None:
         return (total, 0.0), None
-    square_pending_roots()
+    finish_squares()
     weight = copies[0] if copies else total, square.sum(dtype=widest(square).dtype)
     return weight, None if bias is None else _summed_up(bias)
 

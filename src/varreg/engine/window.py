@@ -25,7 +25,7 @@ from varreg.engine.partition import Partition
 from varreg.engine.totals_ledger import TotalsLedger, sum_up_on_device
 from varreg.engine.trace.eager import runs_as_it_is, uncompiled
 from varreg.errors import MeasurementError
-from varreg.few_launches import square_pending_roots
+from varreg.few_launches import finish_squares
 from varreg.thresholds import COARSE, UNSEEN_AT_MOST, UNSEEN_ROUNDING
 
 
@@ -154,7 +154,7 @@ class Window:
             ledger.close(p)
             on_device |= not p.is_cpu
         if on_device:
-            square_pending_roots()
+            finish_squares()
             sum_up_on_device(ledger for _, ledger in reached.values())
             known = self.parameters.known
             measured = copy_sums([known[key] for key in known if key in reached])

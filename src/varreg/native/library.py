@@ -132,9 +132,9 @@ def load() -> tuple[ctypes.CDLL | None, str]:
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error) or type(error).__name__
         warnings.warn(
-            f"varreg: native code is off, and steps take longer: {reason}. Install a wheel that "
-            "has it, or a C compiler (gcc 9 or newer, or clang) that CC or PATH finds; or set "
-            "VARREG_NATIVE=0 to do without.",
+            f"varreg: native code is off, and steps take longer: {reason.rstrip('.')}. Install a "
+            "wheel that has it, or a C compiler (gcc 9 or newer, or clang) that CC or PATH finds; "
+            "or set VARREG_NATIVE=0 to do without.",
             UserWarning,
             stacklevel=2,
         )

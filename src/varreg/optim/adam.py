@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from varreg import _torch
 from varreg.native import contract
 from varreg.optim import increments
 from varreg.optim.base import Regularized
@@ -26,10 +26,12 @@ SUMS = ("vr_numerator", "vr_covariance", "vr_denominator")
 def average_over_root(
     step: ParameterStep, numerator: Callable[[ParameterStep, Tensor, Tensor, Tensor], Numerator]
 ) -> tuple[Tensor, Tensor]:
-    """Return δ̄ = n/(p₂ + eps) and its variance, with p₂² Adam's bias-corrected average of squares.
+    """Return δ̄ = n/(c₁(p₂ + eps)) and its variance, with p₂² Adam's average of squares over its
+    bias correction c₂.
 
     Update N, C and V with the decay rates of the two averages. `numerator` returns n, with N and C
-    for this n.
+    for this n. With the corrections of N, C and V taken out of it, the variance's bracket is N −
+    2kC + k²V, with k = |n|/(c₂(p₂ + eps)); or n/p₂ for |n| in the direct version.
     """
     group, g, s2 = step.group, step.g, step.s2
     (beta1, beta2), direct = map(float, group["betas"]), group["variance"] == "direct"
@@ -44,13 +46,17 @@ def average_over_root(
     squares = step["exp_avg_sq"].to(s2.dtype)
     if group.get("amsgrad"):
         squares, C, V = _of_maximum(step, squares, C, V, beta1)
-    c2 = 1 - beta2**step.t
     n, N, C, c1 = numerator(step, N, C, gs2)
-    n, squares, N, C, V = _torch.foreach_div([n, squares, N, C, V], [c1, c2, c1**2, c1 * c2, c2**2])
-    p2 = squares.sqrt_()
-    D = p2 + group["eps"]
-    delta = n.div_(D)
-    return delta, increments.ratio(delta, p2, D, (N, C, V), direct)
+    root, root_c2 = squares.sqrt(), math.sqrt(1 - beta2**step.t)  # p₂ = root/root_c2
+    D = root + group["eps"] * root_c2  # root_c2·(p₂ + eps)
+    if direct:
+        bracket = increments.bracket((n / D).div_(root), (N, C, V))
+    else:
+        bracket = increments.bracket(n.abs().div_(D), (N, C, V), unit=1 / root_c2)
+    if step.in_any_unit:  # of each element: 1/(c₁(p₂ + eps)) is a factor of δ̄, its square of Var
+        return n, bracket
+    D.mul_(c1 / root_c2)
+    return n / D, bracket.div_(D.square())
 
 
 def _average(step: ParameterStep, N: Tensor, C: Tensor, gs2: Tensor) -> Numerator:

@@ -157,9 +157,10 @@ def accumulate_denominator(V: Tensor, ggs2: Tensor, beta: float) -> Tensor:
 
 
 def accumulate(sums: list[Tensor], new: list[Tensor], weights: Sequence[Weights]) -> None:
-    """Update several sums in place, each with its own weights."""
-    _torch.foreach_mul_into(sums, [keep for keep, _ in weights])
-    _torch.foreach_add_into(sums, _torch.foreach_mul(new, [take for _, take in weights]))
+    """Update several sums in place, each with its own weights, of which no first one is 1."""
+    # keep·sum + take·new = sum + (1 − keep)·(take/(1 − keep)·new − sum)
+    ends = _torch.foreach_mul(new, [take / (1 - keep) for keep, take in weights])
+    _torch.foreach_lerp_into(sums, ends, [1 - keep for keep, _ in weights])
 
 
 def weighted(g: Tensor, s2: Tensor, direct: bool) -> tuple[Tensor, Tensor]:
@@ -171,18 +172,25 @@ def weighted(g: Tensor, s2: Tensor, direct: bool) -> tuple[Tensor, Tensor]:
 
 
 def ratio(delta: Tensor, p2: Tensor, D: Tensor, sums: Sequence[Tensor], direct: bool) -> Tensor:
-    """Return Var(n/D) from N, C and V, which do not change; nan where the variance is not known.
+    """Return Var(n/D) from N, C and V, which do not change; nan where the variance is not known."""
+    slope = delta / p2 if direct else delta.abs()
+    return bracket(slope, sums).div_(D.square())
 
-    It is not known if no gradient has arrived yet, or if the bracket is within rounding errors of
-    0. For example, Adam's first step m̂/√v̂ = ±1 has no variance to first order; a history must
-    record neither rounding errors nor 0 for it.
+
+def bracket(slope: Tensor, sums: Sequence[Tensor], unit: float = 1.0) -> Tensor:
+    """Return N − 2kC + k²V for k = unit·slope; nan where it is not known.
+
+    It is not known if no gradient has arrived yet, or if it is within rounding errors of 0. For
+    example, Adam's first step m̂/√v̂ = ±1 has no variance to first order; a history must record
+    neither rounding errors nor 0 for it.
     """
     N, C, V = sums
-    slope = delta / p2 if direct else delta.abs()
-    size = torch.addcmul(N, slope.square(), V)
-    bracket = torch.addcmul(size, slope, C, value=-2)
-    above = torch.sub(bracket, size, alpha=rounding(size.dtype), out=size)
-    return where_positive(bracket, above).div_(D.square())
+    half = torch.addcmul(C, slope, V, value=-unit / 2)
+    found = torch.addcmul(N, slope, half, value=-2 * unit)
+    # the positive terms are N + k²V = found + 2kC: this is above 0 where found > r·(found + 2kC)
+    r = rounding(N.dtype)
+    above = torch.addcmul(found, slope, C, value=-2 * unit * r / (1 - r), out=half)
+    return where_positive(found, above)
 
 
 def rounding(dtype: torch.dtype) -> float:

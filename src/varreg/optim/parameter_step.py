@@ -73,6 +73,13 @@ class ParameterStep:
         assert self.moments is not None
         return self.moments
 
+    @property
+    def in_any_unit(self) -> bool:
+        """Return whether δ̄ and its variance may have any unit, another one for each element: only
+        their ratio ρ = σ²/δ̄² is used.
+        """
+        return self.group["per"] == "element" and bool(self.group["scale_free"])
+
     def increment_and_variance(self) -> tuple[Tensor, Tensor]:
         """Return δ̄ and its variance, and update the sums that the variance needs."""
         m, group = self.measured, self.group
