@@ -25,7 +25,7 @@ test: $(VENV)/.dev
 
 test-all: $(VENV)/.dev  # everything; and the tables of layers and optimizers again, without native code
 	$(BIN)/python -m pytest
-	VARREG_NATIVE=0 $(BIN)/python -m pytest tests/properties/test_conformance.py tests/properties/test_update_rules.py -k "not test_long"
+	VARREG_NATIVE=0 $(BIN)/python -m pytest tests/properties/test_conformance.py tests/properties/test_update_rules.py
 
 test-versions:  # the oldest, the pinned and the newest torch; downloads gigabytes
 	.ci/versions $(TESTS)

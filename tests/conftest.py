@@ -6,6 +6,7 @@ If the test of a table is marked `sampled(n)`, the rows outside of the sample ar
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import zlib
@@ -23,6 +24,12 @@ hypothesis.settings.register_profile(
     "varreg", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("varreg")
+
+# `torch.manual_seed` keeps the call stack for each kind of device that could still come, which
+# takes long. Where there is no such device, there is nothing to seed.
+for absent in (torch.cuda, torch.xpu, torch.mtia):
+    if not absent.is_available():
+        absent.manual_seed_all = lambda seed: None
 
 
 @pytest.fixture(autouse=True)
@@ -58,3 +65,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if family in seen and zlib.crc32(f"{item.originalname}[{row}]".encode()) % sampled.args[0]:
             item.add_marker(pytest.mark.slow)
         seen.add(family)
+
+
+def pytest_collection_finish() -> None:
+    """Keep modules and collected tests out of every garbage collection to come."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Give back what was kept out: extensions complain of objects that are never collected."""
+    gc.unfreeze()

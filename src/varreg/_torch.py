@@ -158,6 +158,10 @@ from torch._C._dynamo.eval_frame import (  # noqa: E402
 )
 from torch._compile import _disable_dynamo as disable_dynamo  # noqa: E402
 
+# Imported by torch when the first optimizer is made, which takes a second. The process that all
+# runs of the lab are forked off imports it beforehand.
+COMPILER = "torch._dynamo"
+
 # Runs this frame uncompiled; the functions that it calls may be compiled.
 RUN_AS_IT_IS = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
 

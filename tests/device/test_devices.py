@@ -33,27 +33,23 @@ def run(*arguments: str, **environment: str) -> None:
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
-def test_what_holds_on_any_device():
-    run("tests/device/on_pretend_device.py", "-m", "not slow")
+@pytest.fixture
+def is_short(request) -> bool:
+    """Whether this is `make test`. All tests of a file share one process, whose start is slow."""
+    return request.config.option.markexpr == "not slow"
 
 
-@pytest.mark.slow
-def test_what_holds_on_any_device_for_all_models():
-    run("tests/device/on_pretend_device.py", "-m", "slow")
+def test_what_holds_on_any_device(is_short):
+    run("tests/device/on_pretend_device.py", *(("-m", "not slow") if is_short else ()))
 
 
 CONFORMANCE = "tests/properties/test_conformance.py"
-MOMENTS = f"{CONFORMANCE}::test_moments_are_those_of_single_samples"
+MOMENTS = "test_moments_are_those_of_single_samples"
 UPDATE_RULES = "tests/properties/test_update_rules.py"
-FORMULA = f"{UPDATE_RULES}::test_against_the_formula"
+FORMULA = "test_against_the_formula"
 
 
-@pytest.mark.parametrize("path", [MOMENTS, FORMULA])
-def test_against_the_definition(path):
-    run(path, "-m", "not slow", PRETEND_DEFAULT="1")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("path", "known"), [(CONFORMANCE, MOMENTS), (UPDATE_RULES, FORMULA)])
-def test_the_rest_of_these_tables(path, known):
-    run(path, "-m", "not slow", "--deselect", known, PRETEND_DEFAULT="1")
+@pytest.mark.parametrize(("path", "name"), [(CONFORMANCE, MOMENTS), (UPDATE_RULES, FORMULA)])
+def test_against_the_definition(path, name, is_short):
+    """The samples of these tables; in `make test`, of one property."""
+    run(f"{path}::{name}" if is_short else path, "-m", "not slow", PRETEND_DEFAULT="1")

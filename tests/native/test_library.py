@@ -9,10 +9,13 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support import forked
 from tests.support.once import folder_once
 from varreg import Moments, native
 from varreg import regularizer as vr
@@ -119,8 +122,7 @@ def test_memory_in_another_order_is_left_to_pytorch():
 
 SCRIPT = """
 import torch, varreg
-from tests.support.once import folder_once
-from varreg import Moments, native
+from varreg import native
 model = torch.nn.Linear(3, 2)
 varreg.observe(model)
 optimizer = varreg.VRSGD(model.parameters(), lr=0.1)
@@ -134,9 +136,7 @@ print(native.status())
 
 
 def run(script=SCRIPT):
-    return subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
-    )
+    return forked.run(script)
 
 
 @pytest.mark.parametrize(
@@ -231,11 +231,14 @@ def test_several_processes_compile_once(tmp_path, monkeypatch):
 def test_threads_without_an_openmp_library(shared, tmp_path_factory, monkeypatch):
     """What clang makes has threads of its own, or works with torch's: the numbers are the same.
 
-    Both use one folder: the kernels are compiled once, and so is what ziglang keeps there.
+    Both use one folder: the kernels are compiled once. What ziglang keeps stays for the next time.
     """
     folder, _ = folder_once(tmp_path_factory, "clang", lambda _: "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     monkeypatch.setenv("CC", CLANG)
+    kept = Path(tempfile.gettempdir()) / f"varreg-tests-{os.getuid()}"
+    kept.mkdir(mode=0o700, exist_ok=True)
+    monkeypatch.setenv("ZIG_GLOBAL_CACHE_DIR", str(kept / "zig"))  # it takes long to make
     start = "" if shared else "from varreg.native import library\nlibrary._share_threads = id\n"
     done = run(start + THREADS)
     assert done.stdout == "in use\n", done.stderr

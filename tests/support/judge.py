@@ -226,14 +226,14 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
 # --------------------------------------------------------------------------------------------------
 
 
-def judge(case: Case, batch: int) -> Outcome:
+def judge(case: Case, batch: int, plain: list[Plain] | None = None) -> Outcome:
     """Run the case with varreg twice, with fresh inputs, and return the verdict.
 
     The second run uses the plans of the first. If the *plain* model fails, the table is wrong, and
-    the error is raised.
+    the error is raised. Give `plain_steps(case, batch)` if you have them.
     """
     model = model_of(case)
-    plain = [plain_step(case, batch, r) for r in range(2)]
+    plain = plain_steps(case, batch) if plain is None else plain
     before = depths()
     with python_warnings.catch_warnings(record=True) as caught:
         python_warnings.simplefilter("always")
@@ -264,6 +264,11 @@ def plain_step(case: Case, batch: int, round_: int) -> Plain:
         truth = true_gradients(case, model, inputs, weights)
         output = run(use_of(case), model, inputs, weights)
     return Plain(truth, {n: p.grad for n, p in trained(model).items()}, output)
+
+
+def plain_steps(case: Case, batch: int) -> list[Plain]:
+    """Return torch's own results of both runs that `judge` takes."""
+    return [plain_step(case, batch, r) for r in range(2)]
 
 
 def cast_up(tree: Any) -> Any:
@@ -505,9 +510,8 @@ def settle(before: Depths) -> str:
 # -----------------------------------------------------------------------------------
 
 
-def samples_meet(case: Case, batch: int) -> bool:
+def samples_meet(case: Case, plain: Plain) -> bool:
     """Return whether the batch's gradient differs from the sum over its samples, by plain torch."""
-    plain = plain_step(case, batch, 0)
     scale = size_of(plain.gradients.values())
     for n, each in plain.gradients.items():
         total = each.sum(0) if case.options.get("reduction") == "sum" else each.mean(0)

@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import varreg
+from tests.support.forked import PRELOADED
 from tests.support.optimizer_table import RULES
 from varreg import _torch
 from varreg.distributed import register_comm_hook
@@ -35,11 +36,11 @@ B, STEPS = 12, 20
 def launch(function, world: int, *args):
     """Run `function(rank, world, *args)` on every rank; return what each of them returns.
 
-    The ranks are forked off a server that has imported torch and varreg, and nothing else: that
-    saves each of them seconds.
+    The ranks are forked off a server that has imported torch and varreg: that saves each of them
+    seconds.
     """
     # The pool of the lab uses the same server, if it runs: whoever is first says what it imports.
-    mp.set_forkserver_preload([__name__, "tests.support.sharded_ranks", "varreg.lab.runs.pool"])
+    mp.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank, (world, function, folder, args), world, start_method="forkserver")
         return [torch.load(Path(folder) / f"{r}.pt", weights_only=False) for r in range(world)]

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
+from varreg._torch import COMPILER
 from varreg.errors import MeasurementError, VarregError
 from varreg.lab.runs.config import Config
 from varreg.lab.runs.resume import StoppedError, run
@@ -42,12 +43,13 @@ class Listener(Protocol):
 
 def _context() -> Any:
     """Return how processes are started: forked off a server that has imported this module, where
-    the system can do that. So torch is imported once, and not in each of them.
+    the system can do that. So torch is imported once, with its compiler, which it imports when the
+    first optimizer is made; and not in each of them.
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([__name__, COMPILER])
     return context
 
 
