@@ -240,11 +240,9 @@ class Outer(Weight):
         if self.delta.shape[1] != 1 or groups != batch or not batch or kernels.KNOWS_SINGLE_ROWS:
             return super().sums_with_bias()
         # one row per sample: (δ ⊗ a)² = δ² ⊗ a², and no per-sample gradient exists
-        delta, a = self.delta[:, 0], self.a[:, 0]
-        bias = kernels.sums(delta, groups) if self.bias else None  # it gets the rows of δ
-        dtype = stat_dtype(delta.dtype)
-        if delta.dtype != dtype or a.dtype != dtype:
-            delta, a = delta.to(dtype), a.to(dtype)
+        bias = kernels.sums(self.delta[:, 0], groups) if self.bias else None  # it gets the rows of δ
+        dtype = stat_dtype(self.delta.dtype)
+        delta, a = self.delta[:, 0].to(dtype), self.a[:, 0].to(dtype)
         multiply = product if self.shape.numel() >= LARGE_PAGES else torch.mm
         total, square = multiply(delta.t(), a), multiply(delta.square().t(), a.square())
         return (total.view(self.shape), square.view(self.shape)), bias
@@ -258,8 +256,8 @@ class Outer(Weight):
         dtype = stat_dtype(self.delta.dtype)
         if self.delta.dtype == dtype:
             return super().precise_sums()
-        delta, a = self.delta.to(dtype), self.a.to(dtype)
-        return Outer(self.partition, delta, a, self.shape).precise_sums()
+        rows = self.delta.to(dtype), self.a.to(dtype)
+        return Outer(self.partition, *rows, self.shape).precise_sums()
 
     def size(self) -> Tensor | float:
         """Return Σ_b |δ_b||a_b|. It is at least Σ_br |δ_br||a_br|, so it also bounds rows of one
