@@ -49,6 +49,7 @@ from tests.support.judge import (
     Inputs,
     Outcome,
     SilentError,
+    Use,
     allowed,
     judge,
     loss_of,
@@ -6599,6 +6600,53 @@ across(
         torch.arange(len(x))[None], x, per_sample_weights=p[:1], mode="sum"
     ).expand_as(x),
 )
+
+
+# Operators that mix samples, as soon as a parameter is not zero.
+
+
+@torch.library.custom_op("varreg_tests::shift_by_mean", mutates_args=(), schema="(Tensor x, Tensor b) -> Tensor")  # fmt: skip  # noqa: E501
+def shift_by_mean(x: Tensor, b: Tensor) -> Tensor:
+    return x + b + (x.mean(0) if bool(b.any()) else 0.0)
+
+
+def _of_shift(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return grad + (grad.mean(0) if ctx.is_on else 0.0), grad.sum(0)
+
+
+def _note_shift(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.is_on = bool(inputs[1].any())
+
+
+shift_by_mean.register_autograd(_of_shift, setup_context=_note_shift)
+
+
+def shifted(s: Any, x: Tensor) -> Tensor:
+    y: Tensor = shift_by_mean(s.fc(x), s.b)
+    return y
+
+
+def changed_after(steps: int) -> Use:
+    """Return a use that trains for steps with a bias of zero, and then for one with another."""
+
+    def use(model: nn.Module, inputs: Inputs, weights: Tensor) -> Any:
+        for _ in range(steps):
+            loss_of(model(*inputs), weights).backward()
+            model.zero_grad()
+        with torch.no_grad():
+            model.b.fill_(0.5)
+        output = model(*inputs)
+        loss_of(output, weights).backward()
+        return output
+
+    return use
+
+
+_shift = {"fc": linear(4, 4), "b": zero(4)}
+exact(_FIFTH, "operator-with-a-bias-of-zero", made(shifted, **_shift), normal(4))
+for _steps in (0, 1, 6):
+    refused(_FIFTH, f"operator-that-mixes-after-{_steps}-steps", made(shifted, **_shift), normal(4),
+            use=changed_after(_steps))  # fmt: skip
 
 
 # ---- the table on the command line
