@@ -6605,7 +6605,10 @@ across(
 # Operators that mix samples, as soon as a parameter is not zero.
 
 
-@torch.library.custom_op("varreg_tests::shift_by_mean", mutates_args=(), schema="(Tensor x, Tensor b) -> Tensor")  # fmt: skip  # noqa: E501
+_SCHEMA = "(Tensor x, Tensor b) -> Tensor"
+
+
+@torch.library.custom_op("varreg_tests::shift_by_mean", mutates_args=(), schema=_SCHEMA)
 def shift_by_mean(x: Tensor, b: Tensor) -> Tensor:
     return x + b + (x.mean(0) if bool(b.any()) else 0.0)
 
