@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import weakref
 
 import pytest
@@ -116,6 +117,35 @@ def test_a_failed_backward_does_not_spoil_the_next():
     hidden.register_hook(fail)
     with pytest.raises(KeyError):
         losses(model[2](torch.tanh(hidden)), w).mean().backward()
+    model.zero_grad()
+    backward(model, x, w)
+    assert_moments(model, g)
+
+
+def test_two_threads_in_backwards_of_one_model_are_refused():
+    model = net()
+    x, w = batch()
+    g = truth(model, x, w)
+    varreg.observe(model)
+    first, second = model(x), model(x)
+    started, may_go_on = threading.Event(), threading.Event()
+
+    def wait(grad):
+        if threading.current_thread() is worker:
+            started.set()
+            may_go_on.wait(60)
+
+    hook = model[2].weight.register_hook(wait)
+    worker = threading.Thread(target=lambda: losses(first, w).mean().backward())
+    worker.start()
+    try:
+        assert started.wait(60)
+        with pytest.raises(varreg.VarregError, match="two threads run a backward"):
+            losses(second, w).mean().backward()
+    finally:
+        may_go_on.set()
+        worker.join()
+        hook.remove()
     model.zero_grad()
     backward(model, x, w)
     assert_moments(model, g)

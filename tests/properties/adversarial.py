@@ -49,6 +49,7 @@ from tests.support.judge import (
     Inputs,
     Outcome,
     SilentError,
+    Use,
     allowed,
     judge,
     loss_of,
@@ -6434,6 +6435,221 @@ fourth(
 )
 fourth(either, "nested-rows", lambda s, x: s.out(
     torch.nested.as_nested_tensor(list(s.fc(x))).to_padded_tensor(0.0)))  # fmt: skip
+
+
+# ---- a fifth attack from outside: what it found, and its families
+# -----------------------------------------------------------------------------------
+
+_FIFTH = "fifth-attack"
+
+
+# Weights of an embedding bag, of other samples than its indices.
+
+
+def looked_up(change: Callable[[Tensor], Tensor], **options: Any) -> Made:
+    """Return a bag whose weights are made of a second input, and changed."""
+    bag = layer(nn.EmbeddingBag, 5, 4, mode="sum", **options)
+    return made(lambda s, i, x: s.bag(i, per_sample_weights=change(s.fc(x))), bag=bag, fc=linear())
+
+
+def in_one_row(s: Any, i: Tensor, x: Tensor) -> Tensor:
+    starts = torch.arange(0, i.numel(), 3)
+    bags: Tensor = s.bag(i.flatten(), starts, s.fc(x).flatten(0, 1).flip(0))
+    return bags
+
+
+def ids_and_numbers(batch: int) -> Inputs:
+    return torch.randint(0, 5, (batch, 3)), torch.randn(batch, 3)
+
+
+_bag = {"bag": layer(nn.EmbeddingBag, 5, 4, mode="sum"), "fc": linear()}
+refused(_FIFTH, "bag-weights-flipped", looked_up(lambda w: w.flip(0)), ids_and_numbers)
+refused(_FIFTH, "bag-weights-rolled", looked_up(lambda w: w.roll(1, 0)), ids_and_numbers)
+refused(_FIFTH, "bag-weights-flipped-with-offsets", made(in_one_row, **_bag), ids_and_numbers)
+exact(_FIFTH, "bag-weights-of-each", looked_up(torch.sin), ids_and_numbers)
+exact(_FIFTH, "bag-weights-without-padding", looked_up(torch.sin, padding_idx=1), ids_and_numbers)
+
+
+# A linear layer's weight and bias in shapes that no module has.
+
+for _name, _shape in {"number": (), "of-one": (1,), "row": (1, 4)}.items():
+    _own = {"w": weight(4, 4), "b": weight(*_shape)}
+    exact(_FIFTH, f"linear-bias-{_name}",
+          made(lambda s, x: F.linear(x, s.w, s.b), **_own), normal(4))  # fmt: skip
+    exact(_FIFTH, f"linear-bias-{_name}-weight-frozen",
+          made(lambda s, x: F.linear(x, s.w.detach(), s.b), **_own), normal(4))  # fmt: skip
+    exact(_FIFTH, f"addmm-bias-{_name}",
+          made(lambda s, x: torch.addmm(s.b, x, s.w, beta=0.5), **_own), normal(4))  # fmt: skip
+    if len(_shape) < 2:
+        exact(_FIFTH, f"linear-bias-{_name}-with-steps",
+              made(lambda s, x: F.linear(x, s.w, s.b), **_own), normal(3, 4))  # fmt: skip
+exact(_FIFTH, "linear-weight-a-vector",
+      made(lambda s, x: F.linear(x, s.w), w=weight(4)), normal(4, 4))  # fmt: skip
+exact(_FIFTH, "linear-weight-a-vector-one-step",
+      made(lambda s, x: F.linear(x, s.w)[:, None], w=weight(4)), normal(4))  # fmt: skip
+exact(_FIFTH, "linear-weight-a-vector-and-bias",
+      made(lambda s, x: F.linear(x, s.w, s.b), w=weight(4), b=weight()), normal(4, 4))  # fmt: skip
+
+
+# A hook on a node of the graph that exchanges pairs of samples: each half of four samples is closed
+# under one of these exchanges.
+
+
+def exchanged_behind(order: list[int]) -> Callable[..., Tensor]:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        k = s.fc(x).tanh()
+        if k.grad_fn is not None:
+            k.grad_fn.register_hook(lambda gi, go: (gi[0][[i for i in order if i < len(x)]],))
+        out: Tensor = s.out(k)
+        return out
+
+    return forward
+
+
+for _order in ([1, 0, 3, 2], [2, 3, 0, 1], [3, 2, 1, 0]):
+    refused(_FIFTH, f"node-hook-exchanges-{''.join(map(str, _order))}",
+            made(exchanged_behind(_order), fc=linear(4, 4), out=linear(4, 4)), normal(4),
+            batches=(4,))  # fmt: skip
+
+
+# A step in the backward: each parameter changes as soon as it has its gradient.
+
+
+def stepping(model: nn.Module, inputs: Inputs, weights: Tensor) -> Any:
+    def step(p: Tensor) -> None:
+        with torch.no_grad():
+            p.sub_(p.grad, alpha=0.1)  # type: ignore[arg-type]
+
+    hooks = [p.register_post_accumulate_grad_hook(step) for p in model.parameters()]
+    output = model(*inputs)
+    loss_of(output, weights).backward()
+    for hook in hooks:
+        hook.remove()
+    return output
+
+
+def twice_and_plain(model: nn.Module, inputs: Inputs, weights: Tensor) -> Any:
+    """Step in the backward of a model whose forward has run before, without hooks."""
+    start = copy.deepcopy(model.state_dict())
+    loss_of(model(*inputs), weights).backward()
+    model.zero_grad()
+    output = stepping(model, inputs, weights)
+    model.load_state_dict(start)
+    return output
+
+
+_two = {"fc": linear(4, 4), "out": linear(4, 4)}
+for _name, _use in {"": stepping, "-after-a-plain-one": twice_and_plain}.items():
+    exact(_FIFTH, f"step-in-backward{_name}",
+          made(lambda s, x: s.out(s.fc(x).tanh()), **_two), normal(4), use=_use)  # fmt: skip
+    exact(_FIFTH, f"step-in-backward-of-convolutions{_name}",
+          made(lambda s, x: s.out(s.norm(s.fc(x)).tanh()), fc=layer(nn.Conv1d, 4, 4, 2),
+               norm=layer(nn.GroupNorm, 2, 4), out=layer(nn.Conv1d, 4, 4, 2)),
+          normal(4, 5), use=_use)  # fmt: skip
+    exact(_FIFTH, f"step-in-backward-of-a-transposed-weight{_name}",
+          made(lambda s, x: s.fc(x).tanh() @ s.w.t(), fc=linear(4, 4), w=weight(4, 4)),
+          normal(3, 4), use=_use)  # fmt: skip
+
+
+# Products over samples with parameters that are the identity at first: then they mix nothing.
+
+
+def identity(*shape: int) -> Callable[[], nn.Parameter]:
+    """Return a parameter that is 1 where all indices are equal, and 0 elsewhere."""
+
+    def make() -> nn.Parameter:
+        t = torch.zeros(shape)
+        for i in range(min(shape)):
+            t[(i,) * len(shape)] = 1.0
+        return nn.Parameter(t)
+
+    return make
+
+
+def first_of(t: Tensor, x: Tensor) -> Tensor:
+    return t[tuple(slice(len(x)) for _ in t.shape)]
+
+
+def across(name: str, mix: Callable[[Tensor, Tensor], Tensor], dims: int = 2) -> None:
+    """Add rows of a product over the samples of a batch, after a layer and as the first one."""
+    parts = {"fc": linear(4, 4), "p": identity(*(4,) * dims)}
+    refused(_FIFTH, f"{name}-at-the-identity",
+            made(lambda s, x: mix(s.fc(x), first_of(s.p, x)), **parts), normal(4),
+            batches=(4, 3, 1))  # fmt: skip
+    refused(_FIFTH, f"{name}-at-the-identity-of-inputs",
+            made(lambda s, x: mix(x, first_of(s.p, x)) * s.gain, p=parts["p"], gain=weight(4)),
+            normal(4), batches=(4, 3, 1))  # fmt: skip
+    if dims == 2:
+        refused(_FIFTH, f"{name}-at-the-identity-bare",
+                made(lambda s, x: mix(s.fc(x), s.p), **parts), normal(4),
+                batches=(4,), truth="graph")  # fmt: skip
+
+
+across("linear", lambda x, p: F.linear(x.t(), p).t())
+across("linear-of-one-feature", lambda x, p: F.linear(x[:, 0], p)[:, None] + x)
+across("linear-with-steps", lambda x, p: F.linear(x.t()[None], p)[0].t())
+across("addmm", lambda x, p: torch.addmm(p[0], x.t(), p).t())
+across("matmul", lambda x, p: (x.t() @ p).t())
+across("einsum", lambda x, p: torch.einsum("bf,bc->cf", x, p))
+across("convolution", lambda x, p: F.conv1d(x[None], p[:, :, None])[0])
+across("prelu", lambda x, p: F.prelu(x[None], p.diagonal())[0].cumsum(0))
+across("bilinear", lambda x, p: F.bilinear(x.t(), x.t(), p).t(), dims=3)
+across(
+    "embedding-bag",
+    lambda x, p: F.embedding_bag(
+        torch.arange(len(x))[None], x, per_sample_weights=p[:1], mode="sum"
+    ).expand_as(x),
+)
+
+
+# Operators that mix samples, as soon as a parameter is not zero.
+
+
+_SCHEMA = "(Tensor x, Tensor b) -> Tensor"
+
+
+@torch.library.custom_op("varreg_tests::shift_by_mean", mutates_args=(), schema=_SCHEMA)
+def shift_by_mean(x: Tensor, b: Tensor) -> Tensor:
+    return x + b + (x.mean(0) if bool(b.any()) else 0.0)
+
+
+def _of_shift(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return grad + (grad.mean(0) if ctx.is_on else 0.0), grad.sum(0)
+
+
+def _note_shift(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.is_on = bool(inputs[1].any())
+
+
+shift_by_mean.register_autograd(_of_shift, setup_context=_note_shift)
+
+
+def shifted(s: Any, x: Tensor) -> Tensor:
+    y: Tensor = shift_by_mean(s.fc(x), s.b)
+    return y
+
+
+def changed_after(steps: int) -> Use:
+    """Return a use that trains for steps with a bias of zero, and then for one with another."""
+
+    def use(model: nn.Module, inputs: Inputs, weights: Tensor) -> Any:
+        for _ in range(steps):
+            loss_of(model(*inputs), weights).backward()
+            model.zero_grad()
+        with torch.no_grad():
+            model.b.fill_(0.5)
+        output = model(*inputs)
+        loss_of(output, weights).backward()
+        return output
+
+    return use
+
+
+_shift = {"fc": linear(4, 4), "b": zero(4)}
+exact(_FIFTH, "operator-with-a-bias-of-zero", made(shifted, **_shift), normal(4))
+for _steps in (0, 1, 6):
+    refused(_FIFTH, f"operator-that-mixes-after-{_steps}-steps", made(shifted, **_shift), normal(4),
+            use=changed_after(_steps))  # fmt: skip
 
 
 # ---- the table on the command line

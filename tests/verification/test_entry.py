@@ -158,6 +158,24 @@ def test_inputs(x):
     assert found.samples == 5
 
 
+@pytest.mark.parametrize("is_made", [False, True])
+def test_inputs_that_require_a_gradient(is_made):
+    """Each step has its own graph, and leaves the user's tensors alone."""
+    a, b = A.clone().requires_grad_(), B.clone().requires_grad_()
+    x = (a.sin(), b) if is_made else (a, b)
+    found = varreg.verify(Two(), F.cross_entropy, (x, torch.arange(M) % 3), samples=5)
+    assert found, str(found)
+    gain = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    shared = Fn(lambda s, x, gain: s.net(x) * gain, net=net())
+    if is_made:
+        gain = gain * 2
+    found = varreg.verify(shared, F.cross_entropy, ((a, gain), torch.arange(M) % 3))
+    assert found, str(found)
+    assert a.grad is None
+    assert b.grad is None
+    assert is_made or gain.grad is None
+
+
 def test_targets_in_a_tree():
     def loss(output, y):
         return F.cross_entropy(output, y["label"]) + F.mse_loss(output, y["more"][0])

@@ -240,9 +240,9 @@ class Outer(Weight):
         if self.delta.shape[1] != 1 or groups != batch or not batch or kernels.KNOWS_SINGLE_ROWS:
             return super().sums_with_bias()
         # one row per sample: (δ ⊗ a)² = δ² ⊗ a², and no per-sample gradient exists
-        bias = kernels.sums(self.delta[:, 0], groups) if self.bias else None  # it gets the rows of δ
-        dtype = stat_dtype(self.delta.dtype)
-        delta, a = self.delta[:, 0].to(dtype), self.a[:, 0].to(dtype)
+        delta, dtype = self.delta[:, 0], stat_dtype(self.delta.dtype)
+        bias = kernels.sums(delta, groups) if self.bias else None  # it gets the rows of δ
+        delta, a = delta.to(dtype), self.a[:, 0].to(dtype)
         multiply = product if self.shape.numel() >= LARGE_PAGES else torch.mm
         total, square = multiply(delta.t(), a), multiply(delta.square().t(), a.square())
         return (total.view(self.shape), square.view(self.shape)), bias

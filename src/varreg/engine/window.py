@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class Window:
         self._forwards: set[int] = set()  # numbers of forwards whose uses arrived; 0: a checkpoint
         self._are_checked = False  # True: cleared gradients were found, and their sums restarted
         self._is_queued = False  # True: the running backward will close the window when it ends
+        self._thread: int | None = None  # runs the parts of this backward that are on the CPU
 
     @property
     def is_open(self) -> bool:
@@ -63,6 +65,12 @@ class Window:
             if _torch.dispatch_modes():
                 refuse_fake_mode("backward()")
             self.queue()
+        if leaves[0][0].is_cpu:  # a device has a thread of its own
+            here = get_ident()
+            if self._thread is None:
+                self._thread = here
+            elif self._thread != here:
+                raise MeasurementError(_two_threads(leaves[0][1].name))
         if not self._are_checked:
             self.restart_cleared()
         if self._partition is None:
@@ -194,6 +202,14 @@ class Window:
 
 
 _close_uncompiled = uncompiled(Window._close)
+
+
+def _two_threads(name: str) -> str:
+    return (
+        f"varreg: at '{name}', two threads run a backward() of one observed model at once, and "
+        "their samples would be counted together. Let one thread at a time call backward() of a "
+        "model. Several models may train in several threads."
+    )
 
 
 def _second_backward(name: str) -> str:

@@ -56,10 +56,12 @@ class Batch:
 
         def pick(is_target: bool) -> Callable[[Any], Any]:
             def one(t: Any) -> Any:
-                dim = self._dim_of(t, is_target) if isinstance(t, Tensor) else None
-                return (
-                    t if dim is None else t.index_select(dim, torch.tensor(index, device=t.device))
-                )
+                if not isinstance(t, Tensor):
+                    return t
+                dim = self._dim_of(t, is_target)
+                if dim is None:
+                    return _apart(t, t)
+                return _apart(t.index_select(dim, torch.tensor(index, device=t.device)), t)
 
             return one
 
@@ -89,7 +91,8 @@ class Batch:
         """Return a copy whose floating-point tensors are of another type."""
 
         def cast(t: Any) -> Any:
-            return t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
+            is_number = isinstance(t, Tensor) and t.is_floating_point()
+            return _apart(t.to(dtype), t) if is_number else t
 
         batch = copy.copy(self)
         batch.x, batch.y = tree_map(cast, self.x), tree_map(cast, self.y)
@@ -148,6 +151,15 @@ class InputError(Exception):
     """The user's loss or batch cannot be used. It is raised as a `ValueError`, not reported in a
     result.
     """
+
+
+def _apart(t: Tensor, given: Tensor) -> Tensor:
+    """Return a tensor that was made of a `given` one, without the graph behind it: each step has a
+    graph of its own. A parameter stays itself, since it may be one of the model.
+    """
+    if not given.requires_grad or isinstance(t, nn.Parameter):
+        return t
+    return t.detach().requires_grad_()
 
 
 def _inputs_and_targets(loss: Loss | None, batch: Any) -> tuple[Any, Any, bool]:

@@ -341,3 +341,28 @@ def test_compiled_after_observe_gives_the_same_numbers():
         model.zero_grad()
         losses(compiled(x), w).mean().backward()
         assert_moments(model, g)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_step_in_a_hook(is_late):
+    """The graph runs eagerly: its backward would read parameters after they have changed."""
+    torch.manual_seed(0)
+    model = CASES["linear"].make()
+    inputs = CASES["linear"].inputs()
+    weights = sample_weights(len(inputs[0]))
+    truth = one_at_a_time(copy.deepcopy(model), inputs, weights)
+    varreg.observe(model)
+    call = torch.compile(model)
+    if is_late:
+        for _ in range(3):
+            losses(call(*inputs), weights).mean().backward()
+        model.zero_grad()
+
+    def step(p):
+        with torch.no_grad():
+            p.sub_(p.grad, alpha=0.1)
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    losses(call(*inputs), weights).mean().backward()
+    assert_moments(model, truth)

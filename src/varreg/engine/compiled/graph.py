@@ -81,7 +81,7 @@ class ObservedGraph:
         observer = self._observer()
         if observer is None or not observer.is_on:
             return self._run(args, None)
-        if not _is_ordinary():
+        if not _is_ordinary() or any(p._post_accumulate_grad_hooks for p in self._values(args)):
             return self._run(args, observer)
         key = (observer.grouping.key, *(_shape_of(args[i]) for i in self._others))
         if key not in self._certificates:

@@ -2,7 +2,9 @@
 
 The node's backward calls the function's rule (`rules/`), which returns the contribution of each
 sample. The sum of the contributions is the gradient. Some rules do not take over the gradient
-(`takes_over=False`, recurrent layers): then autograd computes it, and the rule only measures.
+(`takes_over=False`, recurrent layers): then autograd computes it, and the rule only measures. So it
+is for a parameter with a hook that runs when its gradient is complete: the hook may change the
+parameter, and our node would complete the gradient before the function's backward reads its value.
 """
 
 from __future__ import annotations
@@ -60,6 +62,8 @@ def measure(trace: Trace, plans: dict[Any, Plan], call: Call, rule: Rule) -> Any
     tensors = list(flat.values())
     positions = _positions(call, [tensors[i] for i in wanted.values()])
     partition = trace.observer.grouping.partition(first.batch)
+    if any(t._post_accumulate_grad_hooks for t in call.parameters):
+        rule = rule._replace(takes_over=False)
     use = Use(
         rule,
         wants=wanted,
@@ -110,6 +114,8 @@ def replay(
         checkpoints.note(trace.observer)
     detached = {}
     for i in use.wants.values():
+        if tensors[i]._post_accumulate_grad_hooks and use.rule.takes_over:
+            return None
         detached[i] = tensors[i].detach()
     out = _run_detached(use, function, args, kwargs, tensors, detached)
     if not plan.fits(out):

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from varreg import _torch
 from varreg.engine.contribution import Bias, Contribution, Outer
-from varreg.engine.rules.rule import Contributions, Use, has_rows, row_sums, rule
+from varreg.engine.rules.rule import (
+    Contributions,
+    Use,
+    has_batch_in_rows,
+    has_rows,
+    row_sums,
+    rule,
+)
 from varreg.engine.trace.einsum import written_out
 from varreg.engine.trace.layout import Layout, rows
 
@@ -31,7 +38,16 @@ def _linear_forward(input: Tensor, weight: Tensor, bias: Tensor | None = None) -
     return out if bias is None else out.add_(bias)
 
 
-@rule(F.linear, saves="input", forward=_linear_forward)
+def _is_layer(use: Use) -> bool:
+    """Return whether the weight is a matrix, and the bias has a number for each output feature.
+    torch also takes a vector as the weight, and expands a bias.
+    """
+    weight = use.shapes["weight"]
+    is_usual = len(weight) == 2 and use.shapes.get("bias", weight[:1]) == weight[:1]
+    return is_usual and has_batch_in_rows(use, "input")
+
+
+@rule(F.linear, saves="input", forward=_linear_forward, when=_is_layer)
 def linear(
     use: Use, grads: list[Tensor], input: Tensor, weight: None, bias: None = None
 ) -> Contributions:
@@ -51,7 +67,9 @@ def linear(
     serves="input mat2",
     saves="mat1",
     carries="mat1",
-    when=lambda use: len(use.shapes["input"]) == 1,
+    when=lambda use: (
+        use.shapes["input"] == use.shapes["mat2"][1:] and has_batch_in_rows(use, "mat1")
+    ),
 )
 def addmm(
     use: Use,
@@ -97,7 +115,10 @@ def matmul(use: Use, grads: list[Tensor], input: Tensor, other: None) -> Contrib
     F.bilinear,
     saves="input1 input2",
     carries="input1 input2",
-    when=lambda use: use.where("input1") == use.where("input2") is not None,
+    when=lambda use: (
+        use.where("input1") == use.where("input2") is not None
+        and has_batch_in_rows(use, "input1", "input2")
+    ),
 )
 def bilinear(
     use: Use, grads: list[Tensor], input1: Tensor, input2: Tensor, weight: None, bias: None = None

@@ -20,6 +20,7 @@ from varreg.engine.rules.rule import (
     Use,
     batch_first,
     channel_sums,
+    has_batch_in_rows,
     images,
     row_sums,
     rule,
@@ -105,7 +106,12 @@ class Stacked(Weight):
         return (total[0].data, square[0]), (total[1].data, square[1])
 
 
-@rule(F.layer_norm, torch.layer_norm, saves="input")
+def _normalizes_rows(use: Use) -> bool:
+    features = len(use.arguments["normalized_shape"])
+    return has_batch_in_rows(use, "input", features=features)
+
+
+@rule(F.layer_norm, torch.layer_norm, saves="input", when=_normalizes_rows)
 def layer_norm(
     use: Use,
     grads: list[Tensor],
@@ -126,7 +132,7 @@ def layer_norm(
     )
 
 
-@rule(F.rms_norm, torch.rms_norm, saves="input")
+@rule(F.rms_norm, torch.rms_norm, saves="input", when=_normalizes_rows)
 def rms_norm(
     use: Use,
     grads: list[Tensor],

@@ -151,6 +151,14 @@ def batch_first(use: Use) -> bool:
     return all(not isinstance(at, Single) and at.dim == 0 for at in every)
 
 
+def has_batch_in_rows(use: Use, *names: str, features: int = 1) -> bool:
+    """Return whether the batch is in none of the last `features` dimensions of these arguments. A
+    product with the identity keeps samples apart there too.
+    """
+    places = [(at, len(use.shapes[n])) for n in names if (at := use.input_places.get(n))]
+    return all(isinstance(at, Single) or at.dim < dims - features for at, dims in places)
+
+
 def row_sums(use: Use, t: Tensor) -> Dense:
     """Return Σ_r of `[b, r, *shape]`: contributions to a parameter that is added to each row."""
     if t.shape[1] == 1:

@@ -8,7 +8,6 @@ at the rows of one half of the samples must arrive only at rows of these samples
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -134,7 +133,7 @@ def sends_back(t: Tensor, place: Place, name_of: NameOf, grad: Tensor, deep: boo
     edges, _ = _origins(t, name_of, deep)
     try:
         grads, places = _send(t, grad, edges, deep), [at for _, _, at in edges] * (1 + deep)
-        for chosen in itertools.islice(splits(place.batch), 2):
+        for chosen in splits(place.batch):
             part = torch.where(rows_of(t, place, chosen), grad, 0)
             for a, b, at in zip(grads, _send(t, part, edges, deep), places, strict=True):
                 if a is None or b is None:

@@ -198,9 +198,13 @@ def _lookup(call: Call, out: Tensor, which: int) -> Destination:
 @follows(F.embedding_bag)
 def _bags(call: Call, out: Tensor, which: int) -> Destination:
     """Place bags. Without offsets, each row is a bag. With offsets, a bag belongs to the sample of
-    all its rows. If the model's input is one long list of rows, each bag is a sample.
+    all its rows. If the model's input is one long list of rows, each bag is a sample. Weights of
+    rows must belong to the same samples as the rows.
     """
     ids, at = call.args[0], call.carriers[0][1]
+    weights = call.argument(8, "per_sample_weights")
+    if len({place for t, place in call.carriers if t is ids or t is weights}) > 1:
+        return mixing(call)
     if isinstance(at, Single) or (ids.dim() == 2 and at.dim == 0 and call.carriers[0][0] is ids):
         return at
     offsets = call.argument(2, "offsets")

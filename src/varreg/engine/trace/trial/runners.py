@@ -21,11 +21,22 @@ def fixed_tensors(call: Call) -> list[Tensor]:
 def with_other_constants(call: Call) -> Call | None:
     """Return the call with random numbers in place of constants; None if it has no constants."""
     known = {id(t) for t, _ in call.lost} | {id(t) for t in call.summed}
-    other = {
-        id(t): random_like(t, positive=True)
-        for t in fixed_tensors(call)
-        if not t.requires_grad and id(t) not in known and _is_number(t)
-    }
+    constants = [t for t in fixed_tensors(call) if not t.requires_grad and id(t) not in known]
+    return _with_random(call, constants, positive=True)
+
+
+def with_other_parameters(call: Call) -> Call | None:
+    """Return the call with random numbers in place of tensors made of parameters; None if it has no
+    such tensors. Parameters that are zero or the identity at first change in training.
+    """
+    known = {id(t) for t, _ in call.lost} | {id(t) for t in call.summed}
+    made = [t for t in fixed_tensors(call) if t.requires_grad and id(t) not in known]
+    return _with_random(call, made, positive=False)
+
+
+def _with_random(call: Call, tensors: list[Tensor], positive: bool) -> Call | None:
+    """Return the call with random numbers in place of these tensors; None if it takes none."""
+    other = {id(t): random_like(t.detach(), positive) for t in tensors if _is_number(t)}
     if not other:
         return None
     new = call.with_arguments(*swap(call.args, call.kwargs, other), call.carriers)

@@ -4,8 +4,8 @@ A verdict is valid for calls of the same kind: with the same function and plain 
 tensors of the same types, shapes and places. (A constant has no place.) After eight different sizes
 have passed, the size is assumed to make no difference, except for batches of up to four samples: a
 function may treat a small number as a special case. If values of a constant may decide (an index, a
-mask, an adjacency as long as the batch; or any constant whose other values change the verdict), the
-verdict is not stored.
+mask, an adjacency as long as the batch; or any constant or parameter whose other values change the
+verdict), the verdict is not stored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from torch import Tensor
 from varreg.engine.trace.call import Call
 from varreg.engine.trace.follow import goes_by_values
 from varreg.engine.trace.layout import Layout, Place, Single
-from varreg.engine.trace.trial.runners import fixed_tensors, with_other_constants
+from varreg.engine.trace.trial.runners import (
+    fixed_tensors,
+    with_other_constants,
+    with_other_parameters,
+)
 from varreg.engine.trace.trial.trial_values import Verdict, undisturbed
 from varreg.engine.trace.trial.try_call import is_weighted, try_affine, try_call, try_sum
 from varreg.thresholds import EARLY, ENOUGH_SIZES, MOST_VERDICTS, RECORDS, SMALL_BATCH
@@ -136,6 +140,9 @@ class Verdicts:
             if verdict is None:
                 other = with_other_constants(call) if found == good else None
                 holds = other is None or trial(other) == good
+                if holds and found is Verdict.APART:
+                    new = with_other_parameters(call)
+                    holds = new is None or trial(new) is not Verdict.MIXED
                 verdict = found if holds else _BY_VALUES
                 if len(self._verdicts) >= MOST_VERDICTS:
                     self._verdicts.clear()
