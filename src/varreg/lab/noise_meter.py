@@ -18,6 +18,7 @@ from varreg.lab.report.style import COLORS, STYLE, new_figure, save, scale
 from varreg.lab.runs.config import Config
 from varreg.lab.runs.run import Run
 from varreg.lab.tasks import lookup
+from varreg.noise.batch_plan import check_batches
 
 POINTS = 100
 """The largest number of points of the curve."""
@@ -109,6 +110,8 @@ def conduct(
     """Measure, print, and save `noise.json` and two figures; return the exit code."""
     if measurement.steps < 2:
         raise VarregError(f"varreg: --steps must be at least 2; got {measurement.steps}.")
+    if batches:
+        check_batches(batches)  # before the training, not after it
     store.check_writable(out)
     noise, curve = measure(measurement, data_dir)
     planned = batches or [max(1, round(f * noise.batch)) for f in FACTORS]
