@@ -33,9 +33,15 @@ class NoiseScale:
     the averages. The ratio of one batch is useless, and so is an average of ratios.
 
     The interval is Fieller's for a ratio of means, at two standard errors that include
-    autocorrelation. It is about the updates of the window: if |G|² changes from step to step, it
-    holds B_n of these steps together, and not that of one of them, or of a few. For the mean of a
-    process that goes on it is too narrow, if updates stay alike for a tenth of the window or more.
+    autocorrelation. It is about the updates of the window: if gradients of samples are normal, it
+    holds B_n of these steps together in 19 of 20 windows, also if |G|² drifts or jumps. Late in
+    real training it is too narrow, and mostly too high, since few steps have most of |G|²
+    (docs/evidence/noise.md has how often it held B_n). It is neither about single steps nor about
+    those that follow: for the mean of a process that goes on, it is too narrow if updates stay
+    alike for a tenth of the window or more.
+
+    Under a GradScaler, `noise` and `signal` are those of the scaled loss. B_n is not scaled, but
+    for one window after a change of the scale, updates with the larger scale weigh more.
 
     With `l1=True`, B_n is (Σ_p s_p)²/(Σ_p |G_p|)², the version for optimizers that step by signs
     (signSGD, Lion; Adam is between the two). |G_p| has no unbiased estimate. There is an estimate
