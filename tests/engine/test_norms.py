@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -263,6 +264,24 @@ def test_no_gradient_at_all():
     (net(torch.ones(3, 1)) * 0).mean().backward()
     assert str(observer.norms()) == "varreg: none of 3 samples has a gradient."
     assert observer.norms().dominant() == []
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_samples_that_are_not_finite_make_the_step(bad):
+    net = nn.Linear(2, 1)
+    observer = varreg.observe(net, norms=True)
+    x = torch.randn(6, 2)
+    x[4] = bad
+    net(x).square().mean().backward()
+    found = observer.norms()
+    assert found.shares.tolist() == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+    assert [s.index for s in found.dominant()] == [4]
+    assert found.effective == 1.0
+    assert str(found).startswith("1 of 6 samples makes 100% of this step.")
+    net.zero_grad()
+    net(x * bad).square().mean().backward()
+    assert observer.norms().effective == pytest.approx(6)
+    assert str(observer.norms()).startswith("3 of 6 samples make 50% of this step.")
 
 
 # ---- errors --------------------------------------------------------------------------------------

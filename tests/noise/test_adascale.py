@@ -198,7 +198,8 @@ def test_a_checkpoint_goes_on(tmp_path):
     assert again[3].state_dict() == whole[3].state_dict()
     for p, q in zip(again[0].parameters(), whole[0].parameters(), strict=True):
         assert torch.equal(p, q)
-    for bad in ({}, None, {**saved[3], "progress": "far"}):
+    changed = [{**saved[3], "progress": value} for value in ("far", math.inf, math.nan)]
+    for bad in ({}, None, *changed, {**saved[3], "trace": math.nan}):
         with pytest.raises(varreg.VarregError, match="expects the result of its state_dict"):
             again[3].load_state_dict(bad)
     with pytest.raises(varreg.VarregError, match="has base_batch=4, this one 8"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
 
 import pytest
@@ -202,6 +203,37 @@ def test_squares_out_of_the_range_of_float32(scale):
     found = varreg.fisher(net, [(x, y), (x, y)], loss=loss, dtype=torch.float64)["weight"]
     truth = (scale * y * x).double().square().mean(0, keepdim=True)
     torch.testing.assert_close(found, truth, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["empirical", "sampled", "exact"])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_batch_that_is_not_finite_is_an_error_and_leaves_the_sums_alone(kind, bad):
+    net, data = model(), loader()
+    broken = data[1][0].clone()
+    broken[2] = bad
+    with varreg.FisherSums(net, kind) as sums:
+        sums.update(*data[0])
+        before = sums.diagonal()
+        with pytest.raises(varreg.VarregError, match="finite"):
+            sums.update(broken, data[1][1])
+        assert_same(sums.diagonal(), before, rtol=0)
+        sums.update(*data[1])
+    if kind != "sampled":
+        assert_same(sums.diagonal(), varreg.fisher(net, data[:2], kind))
+
+
+def test_a_later_batch_that_ignores_targets_is_an_error():
+    net, data = model(), loader()
+    data[1][1][0] = -100
+    with pytest.raises(varreg.VarregError, match="has weights, ignores some targets"):
+        varreg.fisher(net, data)
+
+
+def test_sums_that_overflow_are_an_error():
+    net = nn.Linear(5, 1).float()
+    data = [(torch.randn(6, 5, dtype=torch.float32), torch.ones(6, 1, dtype=torch.float32))]
+    with pytest.raises(varreg.VarregError, match=r"too large for sums of torch\.float32"):
+        varreg.fisher(net, data, loss=lambda out, y: (out * y * 1e24).mean())
 
 
 def test_half_precision_is_summed_in_float32():

@@ -122,6 +122,31 @@ def test_elements_that_no_sample_uses_are_left_out():
         assert gauges.gsnr([m]) == pytest.approx(float(used[0]))
 
 
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_shows(bad):
+    layer = nn.Linear(3, 1)
+    observer = varreg.observe(layer)
+    x = torch.randn(8, 3)
+    x[5, 1] = bad  # all other elements are finite
+    layer(x).mean().backward()
+    moments = [varreg.moments(p) for p in layer.parameters()]
+    for name in GAUGES:
+        gauge = getattr(gauges, name)
+        value = gauge(moments, LR, LOSS) if name == "cabs" else gauge(moments)
+        assert not math.isfinite(value), name
+    assert math.isnan(gauges.noise_scale(moments))
+    assert observer.summary().model.text == "a gradient that is not finite"
+
+
+def test_a_gradient_of_zeros():
+    layer = nn.Linear(3, 1)
+    observer = varreg.observe(layer)
+    (layer(torch.randn(8, 3)) * 0).mean().backward()
+    moments = [varreg.moments(p) for p in layer.parameters()]
+    assert math.isnan(gauges.norm_test(moments))
+    assert observer.summary().model.text == "no gradient"
+
+
 def test_effective_lambda():
     net, (x, y) = model(), batch()
     optimizer = varreg.VRSGD(net.parameters(), lr=0.1)

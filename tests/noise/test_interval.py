@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from benchmarks import noise_truth
+from benchmarks import noise_interval, noise_truth
 
 from varreg.noise.interval import covariance_of_mean, quantile, ratio_intervals
 
@@ -33,11 +33,14 @@ def alike_path(repeats: int, n: int, alike: float) -> torch.Tensor:
     return a
 
 
-def batches(true: torch.Tensor, m: int) -> torch.Tensor:
-    """Return (tr Σ, |Ĝ|²) of batches of m samples, whose true gradients have these lengths."""
-    mean = torch.randn(*true.shape, D) / math.sqrt(m)
+def batches(true: torch.Tensor, m: int, noise: torch.Tensor | float = 1.0) -> torch.Tensor:
+    """Return (tr Σ, |Ĝ|²) of batches of m samples, whose true gradients have these lengths, and
+    whose elements have this variance.
+    """
+    noise = torch.as_tensor(noise).expand(true.shape)
+    mean = torch.randn(*true.shape, D) * (noise / m).sqrt().unsqueeze(-1)
     mean[..., 0] += true
-    trace = torch._standard_gamma(torch.full(true.shape, (m - 1) * D / 2)) * 2 / (m - 1)
+    trace = torch._standard_gamma(torch.full(true.shape, (m - 1) * D / 2)) * 2 / (m - 1) * noise
     return torch.stack([trace, mean.square().sum(-1) - trace / m], -1)
 
 
@@ -65,6 +68,24 @@ def test_neighbours_that_are_alike(alike, least):
     assert coverage(found, over_time.tolist()) > 0.94  # what was true in these steps
 
 
+t = torch.arange(150.0)
+DRIFTS = {  # |G|² and tr Σ/D over 150 steps
+    "the signal falls early": (10 * torch.exp(-t / 15) + 0.3, 1.0),
+    "the signal grows ten times": (0.2 + 2 * t / 150, 1.0),
+    "both grow": (0.2 + 2 * t / 150, 0.2 + 2 * t / 150),
+    "few steps have most of the signal": (torch.where(t % 30 == 7, 30.0, 0.5), 1.0),
+}
+
+
+@pytest.mark.parametrize("name", DRIFTS)
+def test_a_truth_that_drifts(name):
+    """The interval holds B_n of the steps together. Steps that differ only make it wider."""
+    square, noise = (torch.as_tensor(x).expand(300, 150) for x in DRIFTS[name])
+    rows = batches(square.sqrt(), M, noise)
+    truth = D * float(noise[0].mean() / square[0].mean())
+    assert coverage(ratio_intervals(rows), [truth] * 300) > 0.93
+
+
 @pytest.mark.parametrize("alike", [0.0, 0.5, 0.8, 0.95])
 def test_a_truth_from_ten_steps_has_an_error_of_its_own(alike):
     """|G|² changes from step to step by a factor of two and more. The interval holds what was true
@@ -85,6 +106,21 @@ def test_a_truth_from_ten_steps_has_an_error_of_its_own(alike):
     together = sum(noise_truth.holds(check, True) for check in checks) / 300
     assert together > 0.85
     assert alone < 0.7 or alike > 0.6
+
+
+def test_the_checks_of_a_training_compare_with_three_truths():
+    """B_n of a window's steps, of the steps after it, and of its last one."""
+    square = torch.linspace(1.0, 2.0, 500, dtype=torch.float64)
+    series = torch.cat([batches(square.sqrt(), M), torch.stack([0 * square + D, square], 1)], 1)
+    first, second = noise_interval.judged(series)
+    assert (first["step"], second["step"]) == (200, 400)
+    assert first["last"] == series[199, 2:].tolist()
+    assert first["steps"][1] == pytest.approx(float(square[:200].mean()))
+    assert first["next"] == second["steps"]
+    assert second["next"][1] == pytest.approx(float(square[400:].mean()))
+    assert first["interval"] == list(ratio_intervals(series[None, :200, :2])[0])
+    table = noise_interval.table({"runs": {"SGD": {"0": [first, second]}}})
+    assert table.splitlines()[2].startswith("| SGD | 2 of 2 |")
 
 
 def test_no_signal_means_at_least():

@@ -13,6 +13,7 @@ import varreg
 from tests.support.truth import losses, one_at_a_time, sample_weights
 from varreg.noise import measure
 from varreg.noise.measure import l1_sums
+from varreg.noise.recent import Recent
 
 CLOSE = {"rel": 1e-9}
 
@@ -210,7 +211,15 @@ def test_a_checkpoint_of_something_else():
         varreg.NoiseScale(varreg.observe(net)).load_state_dict(good)
     with pytest.raises(varreg.VarregError, match="l1=False, this one True"):
         varreg.NoiseScale(varreg.observe(model()), l1=True).load_state_dict(good)
-    for bad in ({}, None, 3, [1], {**good, "rows": good["rows"][:3]}, {**good, "updates": "many"}):
+    changes = {
+        "updates": ("many", -1, True, 0),
+        "layers": (["0", "0"], [0]),
+        "rows": (good["rows"][:3], good["rows"].int(), None),
+        "window": (1, 3.0),
+        "batch": (-4,),
+    }
+    bads = [{**good, key: value} for key, values in changes.items() for value in values]
+    for bad in ({}, None, 3, [1], *bads):
         with pytest.raises(varreg.VarregError, match=r"expects the result of its state_dict\(\)"):
             noise.load_state_dict(bad)
 
@@ -225,6 +234,18 @@ def test_steps_that_are_not_finite_are_left_out():
         noise.update()
     assert math.isfinite(noise.value)
     assert noise.updates == 4
+    assert "Averages over 3 updates;" in str(noise)
+    assert str(noise).endswith("Left out, since not finite: 1 of the last 4.")
+
+
+def test_sums_follow_a_model_that_is_moved():
+    """`meta` is a device that holds no data."""
+    recent = Recent(3)
+    recent.add(["a.weight"], [[1.0, 2.0]])
+    recent.add(["a.weight"], torch.ones(1, 2))
+    assert recent.rows()[:2].tolist() == [[[1.0, 2.0]], [[1.0, 1.0]]]
+    recent.add(["a.weight"], torch.ones(1, 2, device="meta"))
+    assert recent.rows().device.type == "meta"
 
 
 def test_a_layer_that_joins_late_had_no_gradient_before():
@@ -291,6 +312,22 @@ def test_bad_input():
     observer.remove()
     with pytest.raises(varreg.VarregError, match="observer was removed"):
         noise.update()
+
+
+def test_a_gradient_that_is_not_measured_is_an_error():
+    net = model()
+    net.extra = nn.Parameter(torch.ones(2))
+    noise = varreg.NoiseScale(varreg.observe(net))
+    x = torch.randn(6, 4)
+    with pytest.warns(UserWarning, match="no moments"):
+        (net(x).square().mean() + net.extra.square().sum()).backward()
+    with pytest.raises(varreg.VarregError, match="'extra' has a gradient that was not measured"):
+        noise.update()
+    assert noise.updates == 0
+    net.zero_grad()
+    net(x).square().mean().backward()
+    noise.update()  # nothing asks for the other one
+    assert [r.name for r in noise.layers] == ["extra", "0", "2"]
 
 
 # ---- ℓ1 ------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "monitor": cost.monitor,
     "noise-cost": cost.noise,
     "noise-truth": cost.noise_truth,
+    "noise-interval": cost.noise_interval,
     "noise-held": cost.noise_held,
     "lab-loop": cost.lab_loop,
     "reproduction": experiments.reproduction,

@@ -33,10 +33,12 @@ class NoiseRow:
     @property
     def snr(self) -> float:
         """Return the signal-to-noise ratio of the mean gradient: |ḡ| over its own standard error,
-        √(tr Σ/m). Pure noise has 1.
+        √(tr Σ/m). Pure noise has 1; a gradient of zeros has nan.
         """
         noise = math.sqrt(self.trace / self.count) if self.trace >= 0 else math.nan
-        return self.grad_norm / noise if noise else math.inf
+        if not noise:
+            return math.inf if self.grad_norm else math.nan
+        return self.grad_norm / noise
 
     @property
     def rho(self) -> float:
@@ -59,7 +61,7 @@ class NoiseRow:
         """Return tr Σ/|Ĝ|²: the batch size at which noise and signal are equal, estimated from one
         batch. Infinite if the estimate of the signal is not positive.
         """
-        if math.isnan(self.trace):
+        if math.isnan(self.signal):
             return math.nan
         if self.signal > 0:
             return self.trace / self.signal
@@ -69,6 +71,10 @@ class NoiseRow:
     def text(self) -> str:
         """Return in words what one batch shows about signal and noise."""
         b = self.noise_scale
+        if not math.isfinite(self.grad_norm):
+            return "a gradient that is not finite"
+        if self.grad_norm == self.trace == 0:
+            return "no gradient"
         if math.isnan(b):
             return "too few samples to tell"
         if math.isinf(b):

@@ -53,7 +53,12 @@ class Norms:
 
     @property
     def shares(self) -> Tensor:
-        """Return n_i²/Σ n_j² of all samples; zeros where no sample has a gradient."""
+        """Return n_i²/Σ n_j² of all samples; zeros where no sample has a gradient. If norms of some
+        samples are infinite or nan, these samples have equal shares, and all others have none.
+        """
+        broken = ~self.values.isfinite()
+        if broken.any():
+            return broken.to(self.values.dtype) / broken.sum()
         squares = self.values.square()
         return (squares / squares.sum()).nan_to_num(0.0) if squares.any() else squares
 
@@ -93,7 +98,7 @@ class Norms:
         part = sum(s.share for s in few)
         verb = "makes" if len(few) == 1 else "make"
         head = f"{len(few)} of {len(self)} samples {verb} {part:.0%} of this step."
-        middle = float(self.values.median())
+        middle = float(self.values.where(self.values.isfinite(), math.nan).nanmedian())
         rows = [
             (str(s.batch), str(s.index), f"{s.norm:.3g}", _times(s.norm, middle), f"{s.share:.1%}")
             for s in self.largest(max(3, min(len(few), 10)))
@@ -103,7 +108,7 @@ class Norms:
 
 
 def _times(norm: float, middle: float) -> str:
-    return f"{norm / middle:.3g} ×" if middle else "–"
+    return f"{norm / middle:.3g} ×" if middle > 0 else "–"
 
 
 def assemble(parameters: Iterable[tuple[Tensor, Ledger]]) -> Norms:

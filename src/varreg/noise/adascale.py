@@ -179,9 +179,10 @@ class AdaScale:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint. Its `base_batch` must be the same."""
         names = [name.lstrip("_") for name in self._STATE]
-        if not isinstance(state, dict) or not all(
-            isinstance(state.get(name), (int, float)) for name in ("base_batch", *names)
-        ):
+        values = [state.get(n) for n in ("base_batch", *names)] if isinstance(state, dict) else []
+        is_valid = values and all(isinstance(value, (int, float)) for value in values)
+        # the gain is nan before the first step
+        if not is_valid or not all(math.isfinite(state[n]) for n in names if n != "gain"):
             raise VarregError(
                 "varreg: AdaScale.load_state_dict expects the result of its state_dict(), with "
                 f"base_batch, {', '.join(names)}; got {type(state).__name__} {state!r:.100}."

@@ -153,13 +153,18 @@ def _steps(batch: float, now: float, noise_scale: float) -> float:
 
 def make_plan(noise: _Noise, batches: Sequence[int], now: int) -> Plan:
     """Return the plan for these batch sizes, each a positive whole number."""
+    check_batches(batches, now)
+    if math.isnan(noise.value):
+        raise VarregError("varreg: there is nothing to plan with: no update was finite.")
+    rows = tuple(relative(b, now, noise.value, noise.interval) for b in batches)
+    return Plan(now, noise.value, noise.interval, noise.text, rows)
+
+
+def check_batches(batches: Any, now: Any = 1) -> None:
+    """Raise a VarregError unless there are batch sizes, and all are positive whole numbers."""
     every = [now, *batches] if isinstance(batches, Sequence) else [None]
     if len(every) < 2 or not all(type(b) is int and b > 0 for b in every):
         raise VarregError(
             "varreg: plan() expects batch sizes, positive whole numbers, as in plan([32, 128]); "
             f"got {batches!r}" + (f", now={now!r}." if len(every) > 1 else ".")
         )
-    if math.isnan(noise.value):
-        raise VarregError("varreg: there is nothing to plan with: no update was finite.")
-    rows = tuple(relative(b, now, noise.value, noise.interval) for b in batches)
-    return Plan(now, noise.value, noise.interval, noise.text, rows)

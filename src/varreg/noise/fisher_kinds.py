@@ -59,6 +59,11 @@ def _for_every_label(loss: Loss, logits: Tensor, m: int) -> Iterator[Callable[[]
 def draw(logits: Tensor, generator: torch.Generator | None) -> Tensor:
     """Return a label for each sample (and each position), drawn from the model's softmax."""
     p = F.softmax(logits.detach(), 1).movedim(1, -1)
+    if not p.isfinite().all():  # on a GPU, multinomial would end the process
+        raise VarregError(
+            "varreg: kind='sampled' draws labels from the model's softmax, and its output is not "
+            "finite. Look for values in the inputs that are not; has the model diverged?"
+        )
     home = p.device if generator is None else generator.device
     drawn = torch.multinomial(p.flatten(0, -2).to(home), 1, generator=generator)
     return drawn.view(p.shape[:-1]).to(logits.device)
@@ -99,7 +104,7 @@ def logits_of(kind: str, output: Any, y: Any) -> Tensor:
     return output
 
 
-# ---- checks of the loss --------------------------------------------------------------------------
+# ---- checks of the loss, and of sums -------------------------------------------------------------
 
 
 def check_loss(kind: str, loss: Loss, output: Any, y: Any, m: int) -> None:
@@ -130,8 +135,8 @@ def _check_mean(loss: Loss, output: Any, y: Any, m: int) -> None:
     whole = float(value_of(loss, output, y))
     if not math.isfinite(whole):
         raise VarregError(
-            f"varreg: fisher expects a finite loss; that of the first batch is {whole}. The model "
-            "has probably diverged."
+            f"varreg: fisher expects a finite loss; that of a batch is {whole}. Look for values "
+            "in its inputs or targets that are not; has the model diverged?"
         )
     if m < 2:
         return
@@ -154,6 +159,25 @@ def _check_mean(loss: Loss, output: Any, y: Any, m: int) -> None:
             "count the same."
         )
     )
+
+
+def check_finite(squares: dict[str, Tensor], added: dict[str, Tensor], batch: int) -> None:
+    """Raise a VarregError if a batch makes sums of squares infinite or nan; `added` is what it
+    adds.
+    """
+    for name, t in squares.items():
+        if t.isfinite().all():
+            continue
+        if name in added and added[name].isfinite().all():
+            raise VarregError(
+                f"varreg: the squared gradients of '{name}' are too large for sums of {t.dtype}. "
+                "Use dtype=torch.float64."
+            )
+        raise VarregError(
+            f"varreg: the gradient of '{name}' is not finite in batch {batch}, counted from 0. "
+            "Look for values in its inputs or targets that are not; has the model diverged? The "
+            "sums are those of the batches before it."
+        )
 
 
 def cut(tree: Any, m: int, start: int, stop: int) -> Any:

@@ -18,7 +18,7 @@ from varreg.engine.observer import Observer
 from varreg.engine.trace.arguments import tensors_of
 from varreg.errors import VarregError
 from varreg.noise.aside import measured_alone
-from varreg.noise.fisher_kinds import KINDS, Loss, backwards, check_loss, cut
+from varreg.noise.fisher_kinds import KINDS, Loss, backwards, check_finite, check_loss, cut
 from varreg.shards import is_sharded, like, local
 from varreg.thresholds import SAME_PARAMETERS
 
@@ -118,6 +118,7 @@ class FisherSums:
             n: (t + added[n].to(t.dtype) if n in added else t)
             for n, t in self._sums.squares.items()
         }
+        check_finite(squares, added, self.batches)
         self._sums = _Sums(self.samples + samples, self.batches + 1, squares)
 
     def _measure(
@@ -130,7 +131,7 @@ class FisherSums:
         output = (
             model(**x) if isinstance(x, dict) else model(*x) if isinstance(x, tuple) else model(x)
         )
-        if not self._checked:
+        if not self._checked or self.kind == "empirical":  # any batch may have targets to ignore
             check_loss(self.kind, self.loss, output, y, m)
             self._checked = True
         samples, is_known = m, True

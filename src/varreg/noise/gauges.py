@@ -102,6 +102,8 @@ def noise_scale_l1(moments: Several) -> float:
     sums = [l1_sums(m) for m in _known(moments)]
     s, size, excess = (sum(number(part[i]) for part in sums) for i in range(3))
     signal = size - excess / 2
+    if math.isnan(signal):
+        return math.nan
     return (s / signal) ** 2 if signal > 0 else (math.inf if s > 0 else 0.0)
 
 
@@ -149,7 +151,7 @@ def _ratios(parts: list[Moments]) -> tuple[float, int]:
     total, elements = 0.0, 0
     for m in parts:
         variance = m.variance
-        has = variance > 0
+        has = variance != 0  # nan counts: a gradient that is not finite must show
         each = (m.mean.square() / variance).where(has, 0.0) * ((m.count - 1) / m.count)
         total, elements = total + number(each.sum()), elements + int(number(has.sum()))
     return total, elements

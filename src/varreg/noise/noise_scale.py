@@ -12,7 +12,7 @@ from torch import Tensor
 from varreg._torch import disable_dynamo
 from varreg.engine.noise_summary import layer_of
 from varreg.engine.observer import Observer
-from varreg.errors import VarregError
+from varreg.errors import MeasurementError, VarregError
 from varreg.noise import measure
 from varreg.noise.batch_plan import Plan, make_plan
 from varreg.noise.reading import Reading, in_order, l1_readings, l2_readings
@@ -33,9 +33,15 @@ class NoiseScale:
     the averages. The ratio of one batch is useless, and so is an average of ratios.
 
     The interval is Fieller's for a ratio of means, at two standard errors that include
-    autocorrelation. It is about the updates of the window: if |G|² changes from step to step, it
-    holds B_n of these steps together, and not that of one of them, or of a few. For the mean of a
-    process that goes on it is too narrow, if updates stay alike for a tenth of the window or more.
+    autocorrelation. It is about the updates of the window: if gradients of samples are normal, it
+    holds B_n of these steps together in 19 of 20 windows, also if |G|² drifts or jumps. Late in
+    real training it is too narrow, and mostly too high, since few steps have most of |G|²
+    (docs/evidence/noise.md has how often it held B_n). It is neither about single steps nor about
+    those that follow: for the mean of a process that goes on, it is too narrow if updates stay
+    alike for a tenth of the window or more.
+
+    Under a GradScaler, `noise` and `signal` are those of the scaled loss. B_n is not scaled, but
+    for one window after a change of the scale, updates with the larger scale weigh more.
 
     With `l1=True`, B_n is (Σ_p s_p)²/(Σ_p |G_p|)², the version for optimizers that step by signs
     (signSGD, Lion; Adam is between the two). |G_p| has no unbiased estimate. There is an estimate
@@ -103,7 +109,9 @@ class NoiseScale:
         self.updates += 1
 
     def _measured(self) -> list[measure.Measured]:
-        """Return the moments of all trained parameters; raise a VarregError if there are none."""
+        """Return the moments of all trained parameters. Raise a VarregError if there are none, or
+        if a gradient has none.
+        """
         if not self.observer.is_on:
             raise VarregError(
                 "varreg: this NoiseScale's observer was removed. Observe the model again, and make "
@@ -111,6 +119,13 @@ class NoiseScale:
             )
         trained = [(p, ledger) for p, ledger in self.observer.parameters if p.requires_grad]
         found = measure.read(trained)
+        for f in found:
+            if f.moments is None and f.ledger.is_unmeasured(f.parameter):
+                raise MeasurementError(
+                    f"varreg: '{f.ledger.name}' has a gradient that was not measured, so that the "
+                    "noise scale would lack it. Use the parameter in a forward() of the model, "
+                    "register a rule for its module with varreg.register_rule, or freeze it."
+                )
         if not measure.samples(found):
             raise VarregError(
                 "varreg: NoiseScale.update() finds no moments. Call it after backward(), before "
@@ -188,8 +203,7 @@ class NoiseScale:
             state, self.l1, {layer_of(ledger.name) for _, ledger in self.observer.parameters}
         )
         self.window, self.updates, self.batch = (state[k] for k in ("window", "updates", "batch"))
-        device = next((p.device for p, _ in self.observer.parameters), torch.device("cpu"))
-        rows = None if state["rows"] is None else state["rows"].to(device, copy=True)
+        rows = None if state["rows"] is None else state["rows"].clone()
         self._recent = Recent(self.window, self.updates, state["layers"], rows)
         self._cached_readings = (-1, [])
 
@@ -202,22 +216,16 @@ class NoiseScale:
             return "varreg: no noise scale yet; call update() after backward()."
         head = ("layer", "noise", "signal", "noise scale, and its interval")
         rows = [(r.name, f"{r.noise:.3g}", f"{r.signal:.3g}", r.text) for r in self._readings()]
-        n = min(self.updates, self.window)
+        n = len(in_order(self._recent.rows(), self.updates))
         about = f"Averages over {n:,} updates; the last batch had {self.batch:,} samples."
+        if without := min(self.updates, self.window) - n:
+            about += f" Left out, since not finite: {without:,} of the last {n + without:,}."
         return f"{table(head, rows, words=(0, 3))}\n{about}"
 
 
 def _check_state(state: Any, l1: bool, known: set[str]) -> None:
     """Raise a VarregError if a checkpoint is not one of this NoiseScale."""
-    types = {"window": int, "l1": bool, "updates": int, "batch": int, "layers": list}
-    is_valid = isinstance(state, dict) and all(
-        isinstance(state.get(k), v) for k, v in types.items()
-    )
-    if is_valid and state["updates"]:
-        shape = (state["window"], len(state["layers"]), 5 if state["l1"] else 2)
-        rows = state.get("rows")
-        is_valid = isinstance(rows, Tensor) and rows.shape == shape
-    if not is_valid or state["window"] < 2:
+    if not _is_state(state):
         names = ", ".join(map(str, state)) if isinstance(state, dict) else ""
         raise VarregError(
             "varreg: NoiseScale.load_state_dict expects the result of its state_dict(); got "
@@ -232,3 +240,19 @@ def _check_state(state: Any, l1: bool, known: set[str]) -> None:
             "varreg: the checkpoint's NoiseScale is of another model: this one has no layer "
             f"{', '.join(sorted(other))}."
         )
+
+
+def _is_state(state: Any) -> bool:
+    """Return whether an object can be the `state_dict()` of a NoiseScale."""
+    types = {"window": int, "l1": bool, "updates": int, "batch": int, "layers": list}
+    if not isinstance(state, dict) or any(type(state.get(k)) is not v for k, v in types.items()):
+        return False
+    layers, rows = state["layers"], state.get("rows")
+    if state["window"] < 2 or min(state["updates"], state["batch"]) < 0:
+        return False
+    if not all(isinstance(name, str) for name in layers) or len({*layers}) < len(layers):
+        return False
+    if not state["updates"]:
+        return rows is None
+    shape = (state["window"], len(layers), 5 if state["l1"] else 2)
+    return isinstance(rows, Tensor) and rows.is_floating_point() and rows.shape == shape

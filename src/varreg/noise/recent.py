@@ -36,6 +36,7 @@ class Recent:
         if names != self._names:
             self._learn(names)
         if isinstance(sums, Tensor):
+            self.rows()  # rows that wait come before this one
             rows = self._room(sums)
             if self._index is None:
                 self._index = torch.tensor(self._places, device=rows.device)
@@ -71,9 +72,11 @@ class Recent:
         self._places = [self.layers.index(layer_of(name)) for name in names]
 
     def _room(self, like: Tensor) -> Tensor:
-        """Return the tensor of all sums, with room for all layers. A new layer has zeros in all
-        updates before, since it had no gradient.
+        """Return the tensor of all sums, with room for all layers, on the device of the new sums. A
+        new layer has zeros in all updates before, since it had no gradient.
         """
+        if self._rows is not None and self._rows.device != like.device:  # the model was moved
+            self._rows, self._index = self._rows.to(like), None
         known = 0 if self._rows is None else self._rows.shape[1]
         if self._rows is None or known < len(self.layers):
             larger = like.new_zeros(self.window, len(self.layers), like.shape[-1])
