@@ -59,7 +59,7 @@ def test_the_same_numbers_as_by_hand():
 def test_a_wrong_plan_is_an_error_before_the_training(tmp_path, monkeypatch):
     monkeypatch.setattr("varreg.lab.noise_meter.measure", lambda *_: pytest.fail("it trained"))
     done = call("--task", "logistic", "--plan", "32,-1", "-o", tmp_path)
-    assert "expects batch sizes, positive whole numbers" in str(done.exception)
+    assert "--plan must be whole numbers from 1 up" in str(done.exception)
 
 
 @pytest.mark.parametrize(
