@@ -35,6 +35,7 @@ from varreg.thresholds import (
     GROUP_BY_GROUP,
     OUTER_CHUNK,
     OUTER_GROUPS,
+    SINGLE_ROWS,
     WORKSPACE,
 )
 
@@ -235,15 +236,16 @@ class Outer(Weight):
 
     def sums_with_bias(self) -> tuple[Sums, Sums | None]:
         batch, groups = self.partition
-        kernels = BACKENDS[self.delta.device.type]
+        kernels: Any = BACKENDS[self.delta.device.type]
         if self.delta.shape[1] != 1 or groups != batch or not batch or kernels.KNOWS_SINGLE_ROWS:
             return super().sums_with_bias()
         # one row per sample: (δ ⊗ a)² = δ² ⊗ a², and no per-sample gradient exists
-        delta, a = self.delta[:, 0], self.a[:, 0]
+        dtype = stat_dtype(self.delta.dtype)
+        delta, a = self.delta[:, 0].to(dtype), self.a[:, 0].to(dtype)
         bias = kernels.sums(delta, groups) if self.bias else None  # it gets the rows of δ
-        dtype = stat_dtype(delta.dtype)
-        if delta.dtype != dtype or a.dtype != dtype:
-            delta, a = delta.to(dtype), a.to(dtype)
+        is_large = delta.numel() * a.shape[1] >= SINGLE_ROWS
+        if is_large and (sums := kernels.single_rows(delta, a)):
+            return tuple(t.view(self.shape) for t in sums), bias
         total, square = delta.t() @ a, delta.square().t() @ a.square()
         return (total.view(self.shape), square.view(self.shape)), bias
 
@@ -260,9 +262,7 @@ class Outer(Weight):
         return Outer(self.partition, delta, a, self.shape).precise_sums()
 
     def size(self) -> Tensor | float:
-        """Return Σ_b |δ_b||a_b|. It is at least Σ_br |δ_br||a_br|, so it also bounds rows of one
-        sample that cancel.
-        """
+        """Return Σ_b |δ_b||a_b|, at least Σ_br |δ_br||a_br|: rows of one sample may cancel."""
         delta, a = (t.flatten(1).norm(dim=1) for t in (self.delta, self.a))
         size: Tensor = (delta * a).sum()
         return size
