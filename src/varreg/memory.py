@@ -102,13 +102,6 @@ def zeros(shape: Sequence[int], like: Tensor) -> Tensor:
     return out.zero_()
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a matrix product, in large pages if it is large."""
-    out = a.new_empty(a.shape[0], b.shape[1])
-    ask_large_pages(out)
-    return torch.mm(a, b, out=out)
-
-
 def empty_like(t: Tensor) -> Tensor:
     """Return an uninitialized tensor like `t`, in large pages if it is large."""
     out = torch.empty_like(t)

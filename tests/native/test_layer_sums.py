@@ -97,6 +97,63 @@ def test_a_product_in_pieces(at_once, monkeypatch):
         assert_norms(again, found, torch.einsum("bro,bri->boi", delta, a), groups)
 
 
+@needs_compiler
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(1, 150),
+    st.integers(1, 40),
+    st.integers(1, 140),
+    st.integers(1, 3),
+    st.sampled_from([torch.float32, torch.float64]),
+    st.booleans(),
+    st.integers(1, 5),
+)
+def test_one_row_for_each_sample(b, o, i, threads, dtype, crossed, panels):
+    torch.set_num_threads(threads)
+    delta, a = torch.randn(b, o, dtype=dtype), torch.randn(i, b, dtype=dtype).t()
+    a = a if crossed else a.contiguous()
+    with pytest.MonkeyPatch.context() as patch:  # few panels at a time, and threads for all sizes
+        patch.setattr(layer_sums, "SHARED_ROWS", panels * b * layer_sums.PANEL)
+        patch.setattr(layer_sums, "WORTH_THREADS_PRODUCTS", 0)
+        S, W, again = layer_sums.single_rows(delta, a)
+    total, square = both_sums(torch.einsum("bo,bi->boi", delta, a), b)
+    torch.testing.assert_close(S, total, **CLOSE[dtype])
+    torch.testing.assert_close(W, square, **CLOSE[dtype])
+    assert torch.equal(again, S)
+    assert again.data_ptr() != S.data_ptr()
+
+
+@needs_compiler
+@pytest.mark.parametrize("b", [100, 1000, 3000])
+def test_equal_rows_have_no_variance(b):
+    delta, a = torch.randn(1, 7).float().expand(b, 7), torch.randn(1, 9).float().expand(b, 9)
+    S, W, _ = layer_sums.single_rows(delta, a)
+    assert (varreg.Moments(b, b, S, W).variance == 0).all()
+
+
+@needs_compiler
+def test_torch_does_not_copy_the_gradient_of_a_dense_layer(monkeypatch):
+    kernel, places = native.single_rows, []
+
+    def noted(*rows):
+        sums = kernel(*rows)
+        places.append(sums[2].data_ptr())
+        return sums
+
+    monkeypatch.setattr(native, "single_rows", noted)
+    layer = nn.Linear(250, 64).double()
+    varreg.observe(layer)
+    x = torch.randn(8, 250)
+    layer(x).square().sum().backward()
+    assert layer.weight.grad.data_ptr() == places[0]
+    delta = 2 * layer(x).detach()
+    total, square = both_sums(torch.einsum("bo,bi->boi", delta, x), 8)
+    torch.testing.assert_close(layer.weight.grad, total, **CLOSE[x.dtype])
+    torch.testing.assert_close(varreg.moments(layer.weight).square, square, **CLOSE[x.dtype])
+    layer.weight.grad.zero_()
+    assert varreg.moments(layer.weight) is None
+
+
 CONVOLUTIONS = {  # channels, height, width, features, kernel, stride, padding, dilation, parts
     "one channel": (1, 12, 11, 20, (5, 5), 1, 0, 1, 1),
     "three channels": (3, 9, 8, 6, (5, 5), 1, 2, 1, 1),

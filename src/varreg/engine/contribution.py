@@ -26,16 +26,16 @@ from torch import Tensor
 
 from varreg.backends import BACKENDS
 from varreg.engine.partition import Partition
-from varreg.memory import Workspace, product
+from varreg.memory import Workspace
 from varreg.native.layer_sums import Sums as LayerSums
 from varreg.thresholds import (
     CHUNK,
     CHUNK_GROUPS,
     DEVICE_CHUNK,
     GROUP_BY_GROUP,
-    LARGE_PAGES,
     OUTER_CHUNK,
     OUTER_GROUPS,
+    SINGLE_ROWS,
     WORKSPACE,
 )
 
@@ -236,15 +236,17 @@ class Outer(Weight):
 
     def sums_with_bias(self) -> tuple[Sums, Sums | None]:
         batch, groups = self.partition
-        kernels = BACKENDS[self.delta.device.type]
+        kernels: Any = BACKENDS[self.delta.device.type]
         if self.delta.shape[1] != 1 or groups != batch or not batch or kernels.KNOWS_SINGLE_ROWS:
             return super().sums_with_bias()
         # one row per sample: (δ ⊗ a)² = δ² ⊗ a², and no per-sample gradient exists
-        delta, dtype = self.delta[:, 0], stat_dtype(self.delta.dtype)
+        dtype = stat_dtype(self.delta.dtype)
+        delta, a = self.delta[:, 0].to(dtype), self.a[:, 0].to(dtype)
         bias = kernels.sums(delta, groups) if self.bias else None  # it gets the rows of δ
-        delta, a = delta.to(dtype), self.a[:, 0].to(dtype)
-        multiply = product if self.shape.numel() >= LARGE_PAGES else torch.mm
-        total, square = multiply(delta.t(), a), multiply(delta.square().t(), a.square())
+        is_large = delta.numel() * a.shape[1] >= SINGLE_ROWS
+        if is_large and (sums := kernels.single_rows(delta, a)):
+            return tuple(t.view(self.shape) for t in sums), bias
+        total, square = delta.t() @ a, delta.square().t() @ a.square()
         return (total.view(self.shape), square.view(self.shape)), bias
 
     def sums_in_one_pass(self, kernels: Any = None) -> LayerSums | None:
@@ -260,9 +262,7 @@ class Outer(Weight):
         return Outer(self.partition, *rows, self.shape).precise_sums()
 
     def size(self) -> Tensor | float:
-        """Return Σ_b |δ_b||a_b|. It is at least Σ_br |δ_br||a_br|, so it also bounds rows of one
-        sample that cancel.
-        """
+        """Return Σ_b |δ_b||a_b|, at least Σ_br |δ_br||a_br|: rows of one sample may cancel."""
         delta, a = (t.flatten(1).norm(dim=1) for t in (self.delta, self.a))
         size: Tensor = (delta * a).sum()
         return size

@@ -15,6 +15,7 @@ from varreg.native.layer_sums import (
     conv,
     lookup,
     outer,
+    single_rows,
     sums,
     total,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "rows",
     "serves",
     "single",
+    "single_rows",
     "status",
     "sums",
     "total",

@@ -18,14 +18,19 @@ from torch import Tensor
 from varreg.memory import Workspace, ask_large_pages, zeros
 from varreg.native import library
 from varreg.native.contract import Convolution
-from varreg.thresholds import LARGE_PAGES, PACKED, PANEL, SHAPES, WORTH_THREADS_PRODUCTS
+from varreg.thresholds import (
+    LARGE_PAGES,
+    PACKED,
+    PANEL,
+    SHAPES,
+    SHARED_ROWS,
+    WORTH_THREADS_PRODUCTS,
+)
 
 _SCRATCH = Workspace()  # memory for packed inputs and partial sums of kernels
 
 KNOWS_SINGLE_ROWS = False
-"""Whether `outer` is the fastest way for one row per sample. On the CPU, two matrix products are
-faster.
-"""
+"""Whether `outer` is the fastest way for one row per sample. On the CPU, `single_rows` is."""
 
 
 class Sums(NamedTuple):
@@ -108,6 +113,25 @@ def outer(
         return Sums(total, square, both, norms=extra[:b])
     library.call(name, (delta, a, total, square, both, memory), sizes, (), threads)
     return Sums(total, square, both)
+
+
+def single_rows(delta: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return S, W and a second S of c_b = δ_b ⊗ a_b, with δ `[b, o]` and a `[b, i]`; None where
+    PyTorch is needed.
+    """
+    (b, o), i = delta.shape, a.shape[1]
+    if not (b and o and i and library.serves(delta, a)):
+        return None
+    delta, a = delta.contiguous(), a.contiguous()
+    threads = _threads(b * o * i)
+    total, again, square = (delta.new_empty(o, i) for _ in range(3))
+    if total.numel() >= LARGE_PAGES:
+        ask_large_pages(total, again, square)
+    memory = _SCRATCH.room(b * (i + PANEL * (1 + 2 * threads)), delta)
+    together = max(1, SHARED_ROWS // (b * PANEL))
+    tensors = (delta, a, total, again, square, memory)
+    library.call("single_rows", tensors, (b, o, i, together), (), threads)
+    return total, square, again
 
 
 def _extra(batch: int, threads: int) -> Tensor:
