@@ -28,10 +28,6 @@ if [ "${1:-}" = keep ]; then
             $PYTHON -m benchmarks.keep "$OUT/$name" "docs/results/$name"
         fi
     done
-    if [ -f "$OUT/ewc.json" ]; then
-        mkdir -p docs/results/ewc
-        $PYTHON -m benchmarks.keep "$OUT/ewc.json" docs/results/ewc/results.json
-    fi
     if [ -f "$OUT/truth/results.json" ]; then
         $PYTHON -m benchmarks.noise_truth --merge "$OUT/truth/results.json"
     fi
@@ -40,7 +36,6 @@ fi
 
 varreg() { $PYTHON -m varreg "$@"; }
 
-$PYTHON examples/ewc_split_fashion_mnist.py --tuning-seeds 5 --seeds 10 --out "$OUT/ewc.json"
 varreg compare $UNEVEN --task uneven-text -s 2 -s 20 --trials 8 --lr 0.03:1 --no-ablations \
     --jobs 1 --out "$OUT/uneven-text"
 # Those with SGD have no truth along the steps yet, and those with Adam no error of that truth; the

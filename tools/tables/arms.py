@@ -118,25 +118,3 @@ def ewc(saved: Saved) -> str:
     example = util.module_from_spec(spec)
     spec.loader.exec_module(example)
     return f"`{saved['command']}`\n\n{example.table(saved)}"
-
-
-def ewc_unfinished(saved: Saved) -> str:
-    """Return the arms of a stopped run that were judged: test accuracies, and in how many pairs of
-    seeds an arm is above the first.
-    """
-    judged: dict[str, list[float]] = {}
-    for key, (accuracy, _) in saved["runs"].items():
-        arm, strength, _, part, _ = key.split(", ")
-        if part == "test":
-            name = arm if arm == "none" else f"{arm}, {strength}"
-            judged.setdefault(name, []).append(accuracy)
-    first = next(iter(judged.values()))
-    rows = []
-    for name, found in judged.items():
-        above = sum(a > b for a, b in zip(found, first, strict=True))
-        pairs = "" if found is first else f"{above} of {len(found)}"
-        mean, low, high = statistics.mean(found), min(found), max(found)
-        rows.append([name, f"{mean:.1f} ({low:.1f}–{high:.1f})", pairs])
-    head = ["importance", "mean test accuracy, % (range over seeds)", "above the first, seeds"]
-    said = f"Of {saved['date']}; the file does not say on which machine."
-    return f"`{saved['command']}`\n\n{markdown(head, rows)}\n\n{said}"

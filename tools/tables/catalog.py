@@ -39,7 +39,6 @@ TABLES: dict[str, Callable[..., str]] = {
     "scaling": arms.scaling,
     "comparison": arms.comparison,
     "ewc": arms.ewc,
-    "ewc-unfinished": arms.ewc_unfinished,
     "commands": experiments.commands,
     "increments": theory.increments,
     "claims": theory.claims,
