@@ -144,6 +144,8 @@ def ratios(saved: dict[str, Any]) -> Figure:
         panels = figure.subplots(math.ceil(len(lines) / columns), columns, squeeze=False).flat
         for axes, line in zip(panels, lines, strict=False):
             _ratios(axes, line)
+        for axes in panels[len(lines) :]:
+            axes.remove()
         figure.suptitle(
             "Time of a training step with per-sample moments, over a plain one",
             x=0.01,

@@ -5076,9 +5076,7 @@ on_the_node(
 )
 on_the_node(lambda node: node.register_prehook(centred), refused, "node-before-centred")
 on_the_node(
-    lambda node: node.register_hook(lambda gi, go: (*centred(gi[:1]), *gi[1:])),
-    refused,
-    "node-after-centred",
+    lambda node: node.register_hook(lambda gi, go: centred(gi)), refused, "node-after-centred"
 )
 on_the_node(
     lambda node: behind(node, "SinBackward0").register_prehook(centred),
