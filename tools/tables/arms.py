@@ -31,7 +31,7 @@ def scaling(saved: Saved) -> str:
             _median(arm["test_loss"]),
             *(_says(arm, key) for key in shown),
             _rate(saved, arm, f"{arm['name']}, batch {arm['batch']}"),
-            *(f"{arm[key]:.3g} ×" for key in ("steps_of_base", "samples_of_base")),
+            *(_times(arm[key]) for key in ("steps_of_base", "samples_of_base")),
         ]
         for arm in sorted(others, key=lambda arm: arm["batch"])
     ]
@@ -51,6 +51,11 @@ def _rate(saved: Saved, arm: Saved, name: str) -> str:
     """
     warned = (text.startswith(f"{name}: its best learning rate, ") for text in saved["warnings"])
     return f"{arm['lr']:.3g}{' (edge of grid)' * any(warned)}"
+
+
+def _times(value: float) -> str:
+    """Return a multiple of the base's; nothing if every run broke, so that there is none."""
+    return f"{value:.3g} ×" if math.isfinite(value) else ""
 
 
 def _says(arm: Saved, against: str) -> str:
