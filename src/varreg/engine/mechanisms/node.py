@@ -231,11 +231,9 @@ def take(
             if pull_back is None:
                 p, ledger = recipient.leaves[0]
                 total = ledger.add(c, recipient.dtype, sums.get(c))
-                if total is not None and total is ledger.total and p.grad is None:
-                    # torch would make this copy for p.grad, and take longer
-                    total = (
-                        empty_like(total).copy_(total) if total.numel() >= LARGE_PAGES else total
-                    )
+                if total is not None and total.numel() >= LARGE_PAGES and total is ledger.total:
+                    # a copy for p.grad: the one that torch would make takes longer
+                    total = empty_like(total).copy_(total) if p.grad is None else total
                 totals.append(total)
             else:
                 totals.append(pull_back.take(c, recipient.dtype))
