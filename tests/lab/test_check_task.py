@@ -30,6 +30,18 @@ def noisy():
     return Fn(lambda s, x: s.net(x + torch.randn_like(x)), net=net())
 
 
+@pytest.fixture
+def fresh_tasks():
+    """Forget the tasks that were looked up, before and after a test."""
+    from varreg.lab.tasks import lookup
+
+    for cached in (lookup.task, lookup.load):
+        cached.cache_clear()
+    yield
+    for cached in (lookup.task, lookup.load):
+        cached.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("model", "optimizer", "outcome"),
     [
@@ -40,15 +52,12 @@ def noisy():
     ],
 )
 def test_the_lab_verifies_before_it_trains(
-    model, optimizer, outcome, monkeypatch, tmp_path, capsys
+    model, optimizer, outcome, monkeypatch, tmp_path, capsys, fresh_tasks
 ):
     from varreg.lab import tasks
     from varreg.lab.experiments.compare.plan import Comparison
     from varreg.lab.experiments.execution import begin
-    from varreg.lab.tasks import lookup
 
-    lookup.task.cache_clear()
-    lookup.load.cache_clear()
     monkeypatch.setitem(tasks.TASKS, "tiny", lambda: lab_task(model, F.cross_entropy))
     made = Comparison("tiny", (optimizer, "Adam"), trials=2, s=(2.0,))
     if outcome == "stops":
@@ -66,8 +75,26 @@ def test_the_lab_verifies_before_it_trains(
     assert (
         "varreg: note: the moments of task tiny cannot be verified." in capsys.readouterr().err
     ) == (outcome == "notes")
-    lookup.task.cache_clear()
-    lookup.load.cache_clear()
+
+
+@pytest.mark.parametrize("has_notes", [False, True])
+def test_what_is_refused_leaves_no_folder_but_one_that_was_there(
+    has_notes, monkeypatch, tmp_path, fresh_tasks
+):
+    from varreg.lab import tasks
+    from varreg.lab.experiments.compare.plan import Comparison
+    from varreg.lab.experiments.execution import carry_out
+
+    monkeypatch.setitem(tasks.TASKS, "tiny", lambda: lab_task(shifted, F.cross_entropy))
+    folder = tmp_path / "out"
+    if has_notes:
+        folder.mkdir()
+        (folder / "notes.txt").write_text("mine")
+    made = Comparison("tiny", ("VRSGD", "Adam"), trials=2, s=(2.0,))
+    with pytest.raises(ValueError, match="VRSGD cannot be used for task tiny"):
+        carry_out(made, folder, 1, None, None, ["varreg"])
+    assert folder.exists() == has_notes
+    assert not has_notes or (folder / "notes.txt").read_text() == "mine"
 
 
 def test_bench_says_why():

@@ -217,6 +217,21 @@ def alone(folder: Path, what: str, patience: float | None = None) -> Iterator[No
         ) from None
 
 
+@contextlib.contextmanager
+def removed_if_unused(folder: Path) -> Iterator[None]:
+    """Remove a folder that is new if the `with` block raises and has put nothing but a lock in it:
+    what was refused leaves no folder behind.
+    """
+    is_new = not folder.exists()
+    try:
+        yield
+    except BaseException:
+        if is_new and folder.is_dir() and {path.name for path in folder.iterdir()} <= {".lock"}:
+            (folder / ".lock").unlink(missing_ok=True)
+            folder.rmdir()
+        raise
+
+
 def sweep(folder: Path) -> None:
     """Remove temporary files that a killed process left."""
     for left in folder.glob(".*.*"):

@@ -120,8 +120,10 @@ def carry_out(
     on, until all have ended.
     """
     team = team or Team.alone()
-    store.check_writable(folder)
     with contextlib.ExitStack() as stack:
+        if team.first:
+            stack.enter_context(store.removed_if_unused(folder))
+        store.check_writable(folder)
         if team.first:
             stack.enter_context(store.alone(folder, "this experiment"))
         experiment = _extended(experiment, folder)
