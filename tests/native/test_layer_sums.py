@@ -121,6 +121,15 @@ def test_one_row_for_each_sample(b, o, i, threads, dtype, crossed, panels):
     torch.testing.assert_close(W, square, **CLOSE[dtype])
     assert torch.equal(again, S)
     assert again.data_ptr() != S.data_ptr()
+    for groups in {b, 1, min(b, 8), min(b, 60)}:
+        rows = delta.unsqueeze(1), a.unsqueeze(1)
+        S, W, again, *bias = layer_sums.single_rows(*rows, bias=True, groups=groups)
+        total, square = both_sums(torch.einsum("bo,bi->boi", delta, a), groups)
+        torch.testing.assert_close(S, total, **CLOSE[dtype])
+        torch.testing.assert_close(W, square, **CLOSE[dtype])
+        assert torch.equal(again, S)
+        torch.testing.assert_close(tuple(bias), both_sums(delta, groups), **CLOSE[dtype])
+    assert b <= 65 or layer_sums.single_rows(delta, a, groups=65) is None
 
 
 @needs_compiler
