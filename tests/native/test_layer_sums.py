@@ -163,6 +163,19 @@ def test_torch_does_not_copy_the_gradient_of_a_dense_layer(monkeypatch):
     assert varreg.moments(layer.weight) is None
 
 
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_lengths_of_many_tensors(threads, dtype):
+    torch.set_num_threads(threads)
+    tensors = [torch.randn(n, dtype=dtype) for n in (70_000, 1, 0, 5)]
+    found = native.lengths(tensors)
+    for t, (size, square) in zip(tensors, found, strict=True):
+        assert size == pytest.approx(float(t.double().abs().sum()), rel=1e-6)
+        assert square == pytest.approx(float(t.double().square().sum()), rel=1e-6)
+    assert native.lengths([torch.randn(3, 4, dtype=dtype).t()]) is None
+
+
 CONVOLUTIONS = {  # channels, height, width, features, kernel, stride, padding, dilation, parts
     "one channel": (1, 12, 11, 20, (5, 5), 1, 0, 1, 1),
     "three channels": (3, 9, 8, 6, (5, 5), 1, 2, 1, 1),
