@@ -8,7 +8,6 @@ from torch import nn
 
 import varreg
 from varreg import memory, native
-from varreg.engine import contribution
 from varreg.engine.mechanisms import node
 from varreg.native import layer_sums
 
@@ -29,7 +28,6 @@ def asked(monkeypatch):
         pointers.add(start)
         return 0
 
-    monkeypatch.setattr(contribution, "SINGLE_ROWS", 1)
     for module in (memory, node, layer_sums):
         monkeypatch.setattr(module, "LARGE_PAGES", 1)
     monkeypatch.setattr(memory, "_advise", lambda: advise)

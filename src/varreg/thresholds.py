@@ -127,12 +127,6 @@ PACKED = 1 << 20
 float32. Not measured.
 """
 
-SINGLE_ROWS = 1 << 16
-"""From this number of products on, dense layers with one row per sample use a kernel; for fewer,
-Python takes as long as the work. One thread of a busy EPYC took half as long as with PyTorch for
-2¹⁸ to 2²⁸ products.
-"""
-
 SHARED_ROWS = 1 << 16
 """Numbers of the inputs of a dense layer with one row per sample that stay in the cache while they
 meet all output features: 256 KiB in float32, a quarter of a second-level cache of 1 MiB.

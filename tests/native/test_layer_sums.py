@@ -121,6 +121,15 @@ def test_one_row_for_each_sample(b, o, i, threads, dtype, crossed, panels):
     torch.testing.assert_close(W, square, **CLOSE[dtype])
     assert torch.equal(again, S)
     assert again.data_ptr() != S.data_ptr()
+    for groups in {b, 1, min(b, 8), min(b, 60)}:
+        rows = delta.unsqueeze(1), a.unsqueeze(1)
+        S, W, again, *bias = layer_sums.single_rows(*rows, bias=True, groups=groups)
+        total, square = both_sums(torch.einsum("bo,bi->boi", delta, a), groups)
+        torch.testing.assert_close(S, total, **CLOSE[dtype])
+        torch.testing.assert_close(W, square, **CLOSE[dtype])
+        assert torch.equal(again, S)
+        torch.testing.assert_close(tuple(bias), both_sums(delta, groups), **CLOSE[dtype])
+    assert b <= 65 or layer_sums.single_rows(delta, a, groups=65) is None
 
 
 @needs_compiler
@@ -152,6 +161,19 @@ def test_torch_does_not_copy_the_gradient_of_a_dense_layer(monkeypatch):
     torch.testing.assert_close(varreg.moments(layer.weight).square, square, **CLOSE[x.dtype])
     layer.weight.grad.zero_()
     assert varreg.moments(layer.weight) is None
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_lengths_of_many_tensors(threads, dtype):
+    torch.set_num_threads(threads)
+    tensors = [torch.randn(n, dtype=dtype) for n in (70_000, 1, 0, 5)]
+    found = native.lengths(tensors)
+    for t, (size, square) in zip(tensors, found, strict=True):
+        assert size == pytest.approx(float(t.double().abs().sum()), rel=1e-6)
+        assert square == pytest.approx(float(t.double().square().sum()), rel=1e-6)
+    assert native.lengths([torch.randn(3, 4, dtype=dtype).t()]) is None
 
 
 CONVOLUTIONS = {  # channels, height, width, features, kernel, stride, padding, dilation, parts

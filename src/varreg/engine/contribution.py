@@ -35,7 +35,6 @@ from varreg.thresholds import (
     GROUP_BY_GROUP,
     OUTER_CHUNK,
     OUTER_GROUPS,
-    SINGLE_ROWS,
     WORKSPACE,
 )
 
@@ -162,8 +161,7 @@ class Dense(Contribution):
         return part.unflatten(0, (last - first, n)).sum(1) if n > 1 else part.clone()
 
     def sums(self) -> Sums:
-        kernels = BACKENDS[self.values.device.type]
-        if sums := kernels.sums(self.values, self.partition.groups):
+        if sums := BACKENDS[self.values.device.type].sums(self.values, self.partition.groups):
             return sums
         if not self.partition.batch or self.partition.groups != self.partition.batch:
             return super().sums()
@@ -237,17 +235,20 @@ class Outer(Weight):
     def sums_with_bias(self) -> tuple[Sums, Sums | None]:
         batch, groups = self.partition
         kernels: Any = BACKENDS[self.delta.device.type]
-        if self.delta.shape[1] != 1 or groups != batch or not batch or kernels.KNOWS_SINGLE_ROWS:
+        if self.delta.shape[1] != 1 or not batch or kernels.KNOWS_SINGLE_ROWS:
             return super().sums_with_bias()
         # one row per sample: (δ ⊗ a)² = δ² ⊗ a², and no per-sample gradient exists
-        dtype = stat_dtype(self.delta.dtype)
-        delta, a = self.delta[:, 0].to(dtype), self.a[:, 0].to(dtype)
+        delta, a = (t.to(stat_dtype(t.dtype)) for t in (self.delta, self.a))
+        if sums := kernels.single_rows(delta, a, self.bias is not None, groups):
+            if (weight := sums[:3])[0].shape != self.shape:
+                weight = tuple(t.view(self.shape) for t in weight)
+            return weight, sums[3:] or None
+        if groups != batch:
+            return super().sums_with_bias()
+        delta, a = delta[:, 0], a[:, 0]
         bias = kernels.sums(delta, groups) if self.bias else None  # it gets the rows of δ
-        is_large = delta.numel() * a.shape[1] >= SINGLE_ROWS
-        if is_large and (sums := kernels.single_rows(delta, a)):
-            return tuple(t.view(self.shape) for t in sums), bias
-        total, square = delta.t() @ a, delta.square().t() @ a.square()
-        return (total.view(self.shape), square.view(self.shape)), bias
+        pairs = (delta, a), (delta.square(), a.square())
+        return tuple((x.t() @ y).view(self.shape) for x, y in pairs), bias
 
     def sums_in_one_pass(self, kernels: Any = None) -> LayerSums | None:
         outer, has_bias = (kernels or BACKENDS[self.delta.device.type]).outer, self.bias is not None
@@ -258,14 +259,13 @@ class Outer(Weight):
         dtype = stat_dtype(self.delta.dtype)
         if self.delta.dtype == dtype:
             return super().precise_sums()
-        rows = self.delta.to(dtype), self.a.to(dtype)
-        return Outer(self.partition, *rows, self.shape).precise_sums()
+        delta, a = self.delta.to(dtype), self.a.to(dtype)
+        return Outer(self.partition, delta, a, self.shape).precise_sums()
 
     def size(self) -> Tensor | float:
         """Return Σ_b |δ_b||a_b|, at least Σ_br |δ_br||a_br|: rows of one sample may cancel."""
         delta, a = (t.flatten(1).norm(dim=1) for t in (self.delta, self.a))
-        size: Tensor = (delta * a).sum()
-        return size
+        return torch.sum(delta * a)
 
     def total(self) -> Tensor | None:
         delta, a = (t.reshape(t.shape[0] * t.shape[1], t.shape[2]) for t in (self.delta, self.a))

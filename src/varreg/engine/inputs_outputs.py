@@ -51,6 +51,10 @@ def place_inputs(
     """Return where the inputs carry the batch: in dimension `dim`, if they have the same size there
     as the first input. Parameters, which have a ledger, do not carry the batch.
     """
+    if len(args) == 1 == len(inputs) and args[0] is inputs[0] and not kwargs:  # the usual case
+        t = inputs[0]
+        if t.dim() > dim and not t.requires_grad and t.shape[dim]:
+            return Inputs(t.shape[dim], [Layout(t.shape[dim], dim)], True)
     batch, packed = _place_packed(args, kwargs)
     # sizes of inputs that could carry the batch: they are not parameters, and have the dimension
     all_sizes = [
@@ -92,6 +96,7 @@ def _place_packed(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, dic
 
 def refuse_inputs(inputs: Sequence[Tensor], path: Callable[[], str]) -> None:
     """Refuse inputs whose rows cannot be followed: sparse, nested, and tensors without values."""
+    faking = _torch.dispatch_modes() and _torch.is_faking()
     for t in inputs:
         if t.is_nested or t.layout is not torch.strided:
             kind = "a nested tensor" if t.is_nested else f"a tensor of layout {t.layout}"
@@ -99,8 +104,7 @@ def refuse_inputs(inputs: Sequence[Tensor], path: Callable[[], str]) -> None:
                 f"varreg: an input of {path()} is {kind}, in which samples cannot be followed. "
                 "Pass padded, dense tensors."
             )
-        faking = _torch.dispatch_modes() and _torch.is_faking()
-        if t.is_meta or hasattr(t, "fake_mode") or faking:
+        if t.is_meta or faking or (type(t) is not Tensor and hasattr(t, "fake_mode")):
             raise VarregError(
                 f"varreg: an input of {path()} is a tensor without values (meta, or fake), and "
                 "varreg tells samples apart by their values. Call remove() on the observer for "

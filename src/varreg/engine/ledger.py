@@ -91,6 +91,7 @@ class Ledger:
     # counts of all processes that are still unread on the device, each with its W
     unread: Sequence[tuple[Tensor, Tensor]] = ()
     recorder: Any = None  # records the norms of samples, if norms=True
+    sums_only = by_gradient = False  # True: keeps sums over elements only; S is p.grad, not kept
 
     def __init__(self, name: str, reduction: str):
         self.name, self.reduction = name, reduction
@@ -180,7 +181,7 @@ class Ledger:
         # a use that a checkpoint will add may have arrived already: waiting is right in any case
         return self.is_reused or bool(self.pending) or len(self.uses) + self.awaited > 1
 
-    def sums_with_bias(self, weight: Weight) -> tuple[Any, Any]:
+    def sums_with_bias(self, weight: Weight, is_beside: bool = False) -> tuple[Any, Any]:
         """Return the sums of a weight and of its bias, from one pass; None where it gives none."""
         weight.kernels = self.recorder and self.recorder.kernels(weight)
         return (None, None) if self.must_wait or self.is_float64 else weight.sums_with_bias()
@@ -248,8 +249,7 @@ class Ledger:
         if self.pending:
             self.add_pending(p)
         # uses of a checkpoint that have arrived are no longer awaited
-        self.awaited = max(0, self.awaited - self.arrived)
-        self.arrived = 0
+        self.awaited, self.arrived = max(0, self.awaited - self.arrived), 0
         self.forwards |= self.arriving
         self.used |= self.arriving
         self.arriving = set()

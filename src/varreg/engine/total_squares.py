@@ -17,8 +17,16 @@ from varreg import native
 from varreg.backends import BACKENDS
 from varreg.devices import widest
 from varreg.engine.combined import Scattered
-from varreg.engine.contribution import Bias, Contribution, Dense, Outer, Weight, stat_dtype
+from varreg.engine.contribution import (
+    Bias,
+    Contribution,
+    Dense,
+    Outer,
+    Weight,
+    stat_dtype,
+)
 from varreg.engine.rules.embedding import SparseRows
+from varreg.engine.rules.linear import are_few
 from varreg.engine.rules.normalization import Stacked
 from varreg.engine.sample_norms import squared
 from varreg.few_launches import finish_squares
@@ -69,8 +77,8 @@ def _(c: Dense, with_total: bool) -> TotalAndSpread:
         return None, 0.0
     values = c.values.to(stat_dtype(c.values.dtype))
     total = Dense(c.partition, values).total() if with_total else None
-    found = native.lengths(values) if values.is_cpu and has_kernels() else None
-    return total, _sum_of_squares(values) if found is None else found[1]
+    found = native.lengths([values]) if values.is_cpu and has_kernels() else None
+    return total, _sum_of_squares(values) if found is None else found[0][1]
 
 
 @measured.register
@@ -143,11 +151,12 @@ def _(c: Outer, with_total: bool = True) -> tuple[TotalAndSpread, TotalAndSpread
     (b, r, o), i = c.delta.shape, c.a.shape[2]
     if not b:
         return (None, 0.0), None
-    if r == 1 and c.delta.is_cpu and has_kernels():
-        delta, a = c.delta[:, 0], c.a[:, 0]
-        if (found := native.single(delta, a)) is not None:
-            total = (delta.t() @ a).view(c.shape) if with_total else None
-            return (total, found[0]), None if c.bias is None else (c.bias.total(), found[1])
-    if r == 1 or 2 * r * (o + i) < o * i:  # products of rows cost less than W
+    is_native = r == 1 and c.delta.is_cpu and has_kernels()
+    if is_native and (found := native.single(c.delta, c.a)) is not None:
+        total = c.total() if with_total else None
+        if c.bias is None:
+            return (total, found[0]), None
+        return (total, found[0]), (c.bias.total() if with_total else None, found[1])
+    if are_few(r, o, i):
         return (c.total() if with_total else None, squared(c).sum()), None
     return measured_with_bias.dispatch(Weight)(c, with_total)

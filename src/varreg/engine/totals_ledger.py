@@ -38,7 +38,7 @@ class TotalsLedger(Ledger):
     sums, and whether S is zero.
     """
 
-    by_gradient = False  # True: S is p.grad, and is not kept
+    sums_only = True
     is_check_missed = False  # True: a comparison of p.grad with S was due, but S was not kept
 
     def restart(self, is_complete: bool = True) -> None:
@@ -66,10 +66,10 @@ class TotalsLedger(Ledger):
             self.kept_total = None  # it was kept for one comparison, in an earlier window
         self.keeps = not self.by_gradient or (self.is_check_due and self.total is None)
 
-    def sums_with_bias(self, weight: Weight) -> tuple[Any, Any]:
+    def sums_with_bias(self, weight: Weight, is_beside: bool = False) -> tuple[Any, Any]:
         if self.must_wait or self.recorder is not None:
             return None, None
-        return measured_with_bias(weight)
+        return measured_with_bias(weight, self.keeps or not is_beside)
 
     def _add_sums(self, contribution: Contribution, sums: Any = None) -> Tensor | None:
         """Add ΣW of a window's contributions, and S where it is kept, and count its samples. Return
@@ -87,8 +87,10 @@ class TotalsLedger(Ledger):
         if isinstance(square, float) or square.is_cpu:
             square = float(square)
             least = SMALLEST_SQUARE * contribution.shape.numel()
-            if not least <= square <= LARGEST_SQUARE and (total is None or bool(total.any())):
-                square = self._in_float64(contribution)
+            if not least <= square <= LARGEST_SQUARE:
+                S = contribution.total() if total is None else total
+                if S is not None and bool(S.any()):
+                    square = self._in_float64(contribution)
         is_first = isinstance(self.spread, float) and not self.spread
         self.spread = square if is_first else self.spread + square
         if self.keeps and total is not None:
@@ -109,22 +111,19 @@ class TotalsLedger(Ledger):
         return float(squares.sum())
 
     def close(self, p: Tensor) -> None:
-        was_open = self.in_window
-        super().close(p)
-        if was_open:
-            self._sum_up(p.grad if self.by_gradient else self.kept_total)
+        if self.in_window:
             self.is_check_missed |= self.is_check_due and self.kept_total is None
+        super().close(p)
 
-    def _sum_up(self, S: Tensor | None) -> None:
-        """Note |S|² and ΣW. On a device, `sum_up_on_device` does that for all ledgers."""
-        if S is not None and S.is_cpu:
-            self.length1, self.length2 = lengths(S)
-            self.total, self.square = _ONE if self.length2 else _ZERO, _ONE
+    def note_lengths(self, length1: float, length2: float) -> None:
+        """Note Σ|S_p| and |S|²."""
+        self.length1, self.length2 = length1, length2
+        self.total, self.square = _ONE if length2 else _ZERO, _ONE
 
     def _is_unchanged(self, grad: Tensor | None) -> bool:
         """Return whether a gradient is still as long as it was when it was measured."""
         return grad is not None and math.isclose(
-            lengths(grad)[1], self.length2, rel_tol=SAME_LENGTH, abs_tol=0.0
+            lengths([grad])[0][1], self.length2, rel_tol=SAME_LENGTH, abs_tol=0.0
         )
 
     def read(self, p: Tensor, stepping: bool = False) -> Any:
@@ -135,8 +134,7 @@ class TotalsLedger(Ledger):
                     f"varreg: moments of '{self.name}' were read during backward(). With "
                     "per='model' or per='tensor' they are complete when backward() has returned."
                 )
-            self._sum_up(self.kept_total)
-            sum_up_on_device([self])
+            sum_up([(p, self)])
         m = super().read(p, stepping)
         if m is None:
             return None
@@ -160,18 +158,28 @@ class TotalsLedger(Ledger):
         )
 
 
-def sum_up_on_device(ledgers: Iterable[Ledger]) -> None:
-    """Note |S|² of ledgers on devices, in few launches for all of them."""
-    kept = [
-        (x, x.kept_total)
-        for x in ledgers
-        if isinstance(x, TotalsLedger) and x.kept_total is not None
-    ]
-    known = {id(S): (ledger, S) for ledger, S in kept if not S.is_cpu}
-    for alike in by_type([S for _, S in known.values()]):
+def sum_up(reached: Iterable[tuple[Tensor, Ledger]]) -> None:
+    """Note |S|² of parameters and their ledgers, those of one type together: on the CPU in one
+    native call, on a device in few launches.
+    """
+    on_cpu: dict[torch.dtype, list[tuple[TotalsLedger, Tensor]]] = {}
+    on_devices: dict[int, tuple[TotalsLedger, Tensor]] = {}
+    for p, ledger in reached:
+        if isinstance(ledger, TotalsLedger):
+            S = p.grad if ledger.by_gradient and not ledger.in_window else ledger.kept_total
+            if S is None:
+                continue
+            if S.is_cpu:
+                on_cpu.setdefault(S.dtype, []).append((ledger, S))
+            else:
+                on_devices[id(S)] = ledger, S
+    for pairs in on_cpu.values():
+        for (ledger, _), both in zip(pairs, lengths([S for _, S in pairs]), strict=True):
+            ledger.note_lengths(*both)
+    for alike in by_type([S for _, S in on_devices.values()]):
         sums = lengths_on_device(alike).unbind(1)
         for S, (length1, length2) in zip(alike, map(torch.unbind, sums), strict=True):
-            ledger, _ = known[id(S)]
+            ledger, _ = on_devices[id(S)]
             ledger.length1, ledger.length2 = length1, length2
             ledger.total = ledger.square = length2
 
@@ -187,11 +195,20 @@ def lengths_on_device(tensors: list[Tensor]) -> Tensor:
     return both
 
 
-def lengths(t: Tensor) -> tuple[float, float]:
-    """Return Σ|t_p| and |t|² of a tensor on the CPU, summed up in float64."""
-    found = native.lengths(t) if has_kernels() else None
+def lengths(tensors: list[Tensor]) -> list[tuple[float, float]]:
+    """Return Σ|t_p| and |t|² of tensors on the CPU, of one type, summed up in float64."""
+    found = native.lengths(tensors) if has_kernels() else None
+    if found is None and len(tensors) > 1:  # native code may know some of them
+        return [lengths([t])[0] for t in tensors]
+    if found is None:
+        return list(map(_lengths_by_torch, tensors))
     # where squares leave the range of float32, they are computed in float64
-    if found is not None and (found[0] == 0 or SMALLEST_SQUARE < found[1] < LARGEST_SQUARE):
-        return found
+    return [
+        both if both[0] == 0 or SMALLEST_SQUARE < both[1] < LARGEST_SQUARE else _lengths_by_torch(t)
+        for t, both in zip(tensors, found, strict=True)
+    ]
+
+
+def _lengths_by_torch(t: Tensor) -> tuple[float, float]:
     size, root = (float(torch.linalg.vector_norm(t, n, dtype=torch.float64)) for n in (1, 2))
     return size, root**2

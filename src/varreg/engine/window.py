@@ -23,7 +23,7 @@ from varreg.engine.ledger import Ledger
 from varreg.engine.on_device import copy_sums
 from varreg.engine.parameters import Parameters, warn_unmeasured
 from varreg.engine.partition import Partition
-from varreg.engine.totals_ledger import TotalsLedger, sum_up_on_device
+from varreg.engine.totals_ledger import TotalsLedger, sum_up
 from varreg.engine.trace.eager import runs_as_it_is, uncompiled
 from varreg.errors import MeasurementError
 from varreg.few_launches import finish_squares
@@ -163,7 +163,9 @@ class Window:
             on_device |= not p.is_cpu
         if on_device:
             finish_squares()
-            sum_up_on_device(ledger for _, ledger in reached.values())
+        if self.parameters.ledger_type is TotalsLedger:
+            sum_up(reached.values())
+        if on_device:
             known = self.parameters.known
             measured = copy_sums([known[key] for key in known if key in reached])
         for p, ledger in others:
@@ -232,14 +234,14 @@ def _refuse_unseen_gradient(p: Tensor, ledger: Ledger) -> None:
         return
     if processes.are_several():
         return
+    grad = p.grad.to(total.dtype)
+    if total.is_cpu and torch.equal(total, grad):
+        return  # the usual case, in one pass over both tensors
     eps = max(torch.finfo(p.grad.dtype).eps, ledger.precision)
     if eps > COARSE and ledger.is_reused:
         # several uses may cancel in each sample, and the sums do not show that: rounding has no
         # bound
         return
-    grad = p.grad.to(total.dtype)
-    if total.is_cpu and torch.equal(total, grad):
-        return  # the usual case, in one pass over both tensors
     gap, sizes = (total - grad).norm(), (grad.norm(), total.norm())
     slack = min(UNSEEN_AT_MOST, math.sqrt(eps))  # an unmeasured part up to here stays unnoticed
     allowed = slack * torch.maximum(*sizes) + UNSEEN_ROUNDING[0] * _rounding(ledger, eps)

@@ -19,6 +19,7 @@ from varreg.memory import Workspace, ask_large_pages, zeros
 from varreg.native import library
 from varreg.native.contract import Convolution
 from varreg.thresholds import (
+    CHAIN,
     LARGE_PAGES,
     PACKED,
     PANEL,
@@ -115,23 +116,30 @@ def outer(
     return Sums(total, square, both)
 
 
-def single_rows(delta: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+def single_rows(
+    delta: Tensor, a: Tensor, bias: bool = False, groups: int | None = None
+) -> tuple[Tensor, ...] | None:
     """Return S, W and a second S of c_b = δ_b ⊗ a_b, with δ `[b, o]` and a `[b, i]`; None where
-    PyTorch is needed.
+    PyTorch or `outer` is needed. Each may also be `[b, 1, …]`. With `bias`, also return S and W of
+    δ_b.
     """
-    (b, o), i = delta.shape, a.shape[1]
+    b, o, i = delta.shape[0], delta.shape[-1], a.shape[-1]
+    groups = groups or b
+    if groups != b and groups > CHAIN:
+        return None
     if not (b and o and i and library.serves(delta, a)):
         return None
     delta, a = delta.contiguous(), a.contiguous()
     threads = _threads(b * o * i)
-    total, again, square = (delta.new_empty(o, i) for _ in range(3))
-    if total.numel() >= LARGE_PAGES:
+    total, again, square = delta.new_empty(o, i), delta.new_empty(o, i), delta.new_empty(o, i)
+    both = (delta.new_empty(o), delta.new_empty(o)) if bias else ()
+    if o * i >= LARGE_PAGES:
         ask_large_pages(total, again, square)
     memory = _SCRATCH.room(b * (i + PANEL * (1 + 2 * threads)), delta)
     together = max(1, SHARED_ROWS // (b * PANEL))
-    tensors = (delta, a, total, again, square, memory)
-    library.call("single_rows", tensors, (b, o, i, together), (), threads)
-    return total, square, again
+    tensors = (delta, a, total, again, square, memory, *(both or (None, None)))
+    library.call("single_rows", tensors, (b, groups, o, i, together), (), threads)
+    return total, square, again, *both
 
 
 def _extra(batch: int, threads: int) -> Tensor:

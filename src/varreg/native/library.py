@@ -57,6 +57,8 @@ def leading_strides(t: Tensor, lead: int) -> tuple[int, ...] | None:
     """Return the strides of the leading dimensions; None if the entries of the other dimensions are
     not adjacent in memory.
     """
+    if t.is_contiguous():
+        return t.stride()[:lead]
     size = 1
     for n, stride in zip(reversed(t.shape[lead:]), reversed(t.stride()[lead:]), strict=True):
         if n != 1 and stride != size:

@@ -30,19 +30,49 @@ NAME(product)(const int is_squared, int64_t rows, const REAL *d, const REAL *x, 
     }
 }
 
+/* Write S to `out` and to `again`, and W to `square`, of groups of rows. There are at most CHAIN
+   groups, whose sizes differ by one at most, larger ones first. */
+static inline void NAME(grouped)(int64_t rows, int64_t groups, const REAL *d, const REAL *x,
+                                 REAL *out, REAL *again, REAL *square, int64_t ld) {
+    NAME(vec) total[MR][NV], squares[MR][NV];
+    ALL total[m][v] = squares[m][v] = (NAME(vec)){0};
+    for (int64_t u = 0; u < groups; u++) {
+        const int64_t n = rows / groups + (u < rows % groups);
+        const REAL share = (REAL)1 / (REAL)n;
+        NAME(vec) c[MR][NV];
+        ALL c[m][v] = (NAME(vec)){0};
+        for (int64_t k = 0; k < n; k++, d += MR, x += NV * LANES) {
+            NAME(vec) row[NV];
+            for (int v = 0; v < NV; v++) row[v] = AT(x + v * LANES);
+            ALL c[m][v] += row[v] * d[m];
+        }
+        ALL {
+            total[m][v] += c[m][v];
+            squares[m][v] += c[m][v] * c[m][v] * share;
+        }
+    }
+    ALL {
+        AT(out + m * ld + v * LANES) = AT(again + m * ld + v * LANES) = total[m][v];
+        AT(square + m * ld + v * LANES) = squares[m][v];
+    }
+}
+
 /* The tile's part that is inside of the matrix, [high, wide], to its place. */
 static void NAME(put)(const REAL *tile, REAL *out, int64_t high, int64_t wide, int64_t ld) {
     for (int64_t m = 0; m < high; m++)
         memcpy(out + m * ld, tile + m * NV * LANES, wide * sizeof(REAL));
 }
 
-/* Compute S, a second S and W, all [o, i], from delta [b, o] and a [b, i]. */
+/* Compute S, a second S and W, all [o, i], from delta [b, o] and a [b, i]; and S and W of the bias,
+   [o], if these are not 0. There are b groups, or at most CHAIN. */
 void NAME(single_rows)(const REAL *delta, const REAL *a, REAL *S, REAL *again, REAL *W,
-                       REAL *scratch, int64_t b, int64_t o, int64_t i, int64_t together,
-                       int threads) {
+                       REAL *scratch, REAL *bias_S, REAL *bias_W, int64_t b, int64_t groups,
+                       int64_t o, int64_t i, int64_t together, int threads) {
     const int64_t width = NV * LANES, panels = (i + width - 1) / width, blocks = (o + MR - 1) / MR,
                   parts = (panels + together - 1) / together;
-#pragma omp parallel num_threads(threads)
+    if (bias_S)
+        NAME(sums)(delta, bias_S, bias_W, b, groups, o, o, b * o < WORTH_THREADS ? 1 : threads);
+#pragma omp parallel num_threads(threads) if (threads > 1)
     {
         REAL *d = scratch + panels * width * b + THREAD * 2 * MR * b, *squares = d + MR * b;
         int64_t packed = -1;
@@ -70,7 +100,17 @@ void NAME(single_rows)(const REAL *delta, const REAL *a, REAL *S, REAL *again, R
             for (int64_t p = from; p < to; p++) {
                 const REAL *x = scratch + p * b * width;
                 const int64_t at = first * i + p * width, wide = AT_MOST(width, i - p * width);
-                if (high == MR && wide == width) {
+                if (groups < b) {
+                    REAL tile[3][MR * NV * VECTOR / sizeof(REAL)];
+                    const int is_whole = high == MR && wide == width;
+                    NAME(grouped)(b, groups, d, x, is_whole ? S + at : tile[0],
+                                  is_whole ? again + at : tile[1], is_whole ? W + at : tile[2],
+                                  is_whole ? i : width);
+                    if (is_whole) continue;
+                    NAME(put)(tile[0], S + at, high, wide, i);
+                    NAME(put)(tile[1], again + at, high, wide, i);
+                    NAME(put)(tile[2], W + at, high, wide, i);
+                } else if (high == MR && wide == width) {
                     NAME(product)(0, b, d, x, S + at, again + at, i);
                     NAME(product)(1, b, squares, x, W + at, 0, i);
                 } else {

@@ -54,26 +54,35 @@ void NAME(depthwise_spread)(const REAL *x, const REAL *delta, REAL *S, double *s
     NAME(depthwise_of)(x, delta, S, 0, bias, scratch, spread, s, threads);
 }
 
-/* Write the sums of |x| and of x^2, in double precision: one row per thread, [threads, 2]. */
-void NAME(lengths)(const REAL *x, double *sums, int64_t n, int threads) {
+/* Write the sums of |x| and of x^2 of `count` tensors, in double precision: [count, 2]. `parts` has
+   the same of each thread, [threads, count, 2]. Each thread takes a part of every tensor. */
+void NAME(lengths)(const REAL *const *tensors, const int64_t *sizes, double *sums, double *parts,
+                   int64_t count, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (int t = 0; t < threads; t++) {
-        double size = 0, square = 0;
-        for (int64_t from = n * t / threads, end = n * (t + 1) / threads; from < end;) {
-            /* add up a few at a time in the precision of x, then in double precision */
-            const int64_t stop = end - from < SHORT_SUM ? end : from + SHORT_SUM;
-            REAL a = 0, s = 0;
+    for (int t = 0; t < threads; t++)
+        for (int64_t k = 0; k < count; k++) {
+            const REAL *x = tensors[k];
+            double size = 0, square = 0;
+            for (int64_t from = sizes[k] * t / threads, end = sizes[k] * (t + 1) / threads;
+                 from < end;) {
+                /* add up a few at a time in the precision of x, then in double precision */
+                const int64_t stop = end - from < SHORT_SUM ? end : from + SHORT_SUM;
+                REAL a = 0, s = 0;
 #pragma omp simd reduction(+ : a, s)
-            for (int64_t k = from; k < stop; k++) {
-                a += x[k] < 0 ? -x[k] : x[k];
-                s += x[k] * x[k];
+                for (int64_t j = from; j < stop; j++) {
+                    a += x[j] < 0 ? -x[j] : x[j];
+                    s += x[j] * x[j];
+                }
+                size += a;
+                square += s;
+                from = stop;
             }
-            size += a;
-            square += s;
-            from = stop;
+            parts[2 * (t * count + k)] = size;
+            parts[2 * (t * count + k) + 1] = square;
         }
-        sums[2 * t] = size;
-        sums[2 * t + 1] = square;
+    for (int64_t k = 0; k < 2 * count; k++) {
+        sums[k] = 0;
+        for (int t = 0; t < threads; t++) sums[k] += parts[2 * t * count + k];
     }
 }
 

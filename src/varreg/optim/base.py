@@ -25,9 +25,10 @@ from varreg.optim.increments import Increment
 from varreg.optim.lambda_summary import LambdaSummary, overview, summarize
 from varreg.optim.parameter_names import names
 from varreg.optim.parameter_step import ParameterStep
+from varreg.optim.prepared import Calls, PreparedStep
 from varreg.optim.repeated_lambda import RepeatedLambda
 from varreg.optim.state import restore, with_counts
-from varreg.optim.step import Lambdas, native_step, take_steps
+from varreg.optim.step import Lambdas, native_calls, take_steps
 from varreg.optim.whole_step import without
 from varreg.shards import like, local
 from varreg.thresholds import LAMBDA_EVERY
@@ -81,6 +82,7 @@ class Regularized(Optimizer):
     def _forget(self) -> None:
         """Drop the state of the last step and of the groups: both are new."""
         self._lambdas: Lambdas = {}  # of the last step
+        self._prepared: PreparedStep | None = None  # the tasks of the last step
         self._warned: set[Any] = set()  # warnings that the user has seen (`step_warnings.Notice`)
         self._step_count = 0
         self._large_lambda_flags: list[Tensor] = []  # of the last checks: True if λ was large
@@ -185,15 +187,31 @@ class Regularized(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_changed()
+        count = self._step_count + 1
+        is_watched = self._watches_lambda and count % LAMBDA_EVERY == 0
+        if self._prepared is not None and not is_watched:
+            taken = self._prepared.take(self)
+            if taken is not None and len(taken) == len(self._prepared.lambdas):
+                self._lambdas, self._step_count = taken, count
+                return loss
+        else:
+            taken = None
+        self._prepared = None
         steps = find_steps(self)
-        # native code takes the base's step of all parameters, or of none
-        taken = native_step(self, steps) if steps and steps[0].with_base_step else {}
+        calls: Calls = []
+        if taken is None:  # native code takes the base's step of all parameters, or of none
+            is_whole = bool(steps) and steps[0].with_base_step
+            taken, calls = native_calls(self, steps) if is_whole else ({}, [])
         with_gradient = 0
         for group in self.param_groups:
             for p in group["params"]:
                 with_gradient += p.grad is not None
+        if calls and len(taken) == with_gradient == len(steps):
+            self._prepared = PreparedStep(self, steps, calls, taken)
         if len(taken) < with_gradient:
             left = [step for step in steps if step.parameter not in taken]
+            for step in left:
+                step.with_base_step = False
             judge_steps(self, left)
             if not self._groups_fixed and any(step.regularized for step in left):
                 group_options.fix_groups(self.param_groups, self._extra_options)
@@ -201,9 +219,8 @@ class Regularized(Optimizer):
             with without(self.param_groups, taken):
                 self._base_step()
             taken |= take_steps(self, left)
-        self._lambdas = taken
-        self._step_count += 1
-        if self._step_count % LAMBDA_EVERY == 0 and self._watches_lambda:
+        self._lambdas, self._step_count = taken, count
+        if is_watched:
             step_warnings.watch_lambda(self, steps)
         return loss
 

@@ -52,7 +52,7 @@ def set_moments(optimizer: Optimizer, steps: list[ParameterStep]) -> None:
         if not step.parameter.is_cpu:
             by_kind.setdefault((step.grad.device, step.grad.dtype), []).append(step)
             continue
-        found = _judge(optimizer, step, *lengths(step.grad), *map(float, _measured(step)))
+        found = _judge(optimizer, step, *lengths([step.grad])[0], *map(float, _measured(step)))
         total = step.grad.detach().to(stat_dtype(step.grad.dtype), copy=True)
         if found.is_zero:
             total.zero_()

@@ -7,7 +7,7 @@ read.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from torch import Tensor
 from varreg import native
 from varreg.native.contract import Counts, Task
 from varreg.optim.state import COUNT, HISTORY, NARROW, compact_count, expand_count
-
-if TYPE_CHECKING:
-    from varreg.optim.parameter_step import ParameterStep
 
 
 class RepeatedLambda(NamedTuple):
@@ -44,11 +41,10 @@ def bits(n: int) -> Tensor:
     return torch.empty((n + 7) // 8, dtype=torch.uint8, device="cpu")
 
 
-def change_counts(step: ParameterStep, task: Task) -> None:
+def change_counts(state: dict[str, Any], task: Task) -> None:
     """Replace counts that native code has outgrown: shared counts, in the first step in which only
     some elements had a ρ, by narrow ones; narrow ones by wide ones.
     """
-    state = step.state
     count = state[COUNT]
     if task.counts == Counts.SHARED:
         valid = torch.empty_like(state[HISTORY[0]])

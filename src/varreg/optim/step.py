@@ -25,6 +25,7 @@ from varreg.optim.calibrate import calibrate
 from varreg.optim.gradient import largest_sum, rounding_of
 from varreg.optim.parameter_step import ParameterStep
 from varreg.optim.prepare import needed, prepare
+from varreg.optim.prepared import NUMBERS, OTHER_WAYS, Calls
 from varreg.optim.repeated_lambda import RepeatedLambda, bits, change_counts
 from varreg.optim.scopes import SCOPES
 from varreg.optim.state import (
@@ -40,16 +41,12 @@ from varreg.optim.whole_step import SWITCHES, repeats_torch
 from varreg.regularizer import KERNEL_OPTIONS, kernel_task, limit
 
 if TYPE_CHECKING:
-    import ctypes
-
     from varreg.optim.base import Regularized
 
 Lambdas = dict[Tensor, Tensor | RepeatedLambda]
 """λ of each parameter; a `RepeatedLambda` computes λ when it is read."""
 
 _KIND = attrgetter("parameter.dtype", "parameter.device")
-_OTHER_WAYS = ("foreach", "fused", "differentiable", "capturable", "calibrate")
-_NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "eps")
 
 
 def choose(optimizer: Regularized, steps: list[ParameterStep]) -> None:
@@ -97,11 +94,11 @@ def _can_take_base_steps(optimizer: Regularized, steps: list[ParameterStep]) -> 
             return False  # only the C library has whole steps
         if id(group) not in known:
             kernel, betas = step.increment.kernel, group.get("betas", (1.0,))
-            types = {*map(type, map(group.get, _NUMBERS)), *map(type, betas)}
+            types = {*map(type, map(group.get, NUMBERS)), *map(type, betas)}
             known[id(group)] = (
                 types <= {float, int, type(None)}  # no tensors
                 and betas[0] > 0.5  # for smaller values, torch uses another formula
-                and not any(map(group.get, _OTHER_WAYS))
+                and not any(map(group.get, OTHER_WAYS))
                 and kernel is not None
                 and repeats_torch(
                     base, kernel, step.parameter.dtype, *map(bool, map(group.get, SWITCHES))
@@ -183,41 +180,45 @@ def _move(steps: list[ParameterStep], scales_decay: bool) -> None:
 
 
 def native_step(optimizer: Regularized, steps: list[ParameterStep]) -> Lambdas:
+    """Take `native_calls`. Return λ of each parameter."""
+    return native_calls(optimizer, steps)[0]
+
+
+def native_calls(optimizer: Regularized, steps: list[ParameterStep]) -> tuple[Lambdas, Calls]:
     """Set λ of each step, and move each parameter to x + λ·(x' − x), by native code. Return λ of
-    each parameter. All parameters of one precision and device take one call.
+    each parameter, and the calls: one for all parameters of one precision and device.
 
     Steps `with_base_step` have not had the base's step: native code takes that, too. Only while it
     runs does it find that a gradient was changed after `backward()`, and is no multiple of the
     measured one. It then leaves out that parameter: the parameter and its state do not change, and
     the result has no λ for it.
     """
-    lambdas: Lambdas = {}
+    lambdas, calls = Lambdas(), Calls()
     for (dtype, device), consecutive in groupby(steps, _KIND):
         alike = list(consecutive)
         tasks, elements, any_calibrated = _tasks(optimizer, alike)
+        calls.append((dtype, tasks, elements))
         if alike[0].with_base_step:
             native.whole(tasks, dtype, elements)
         else:
-            kernels = BACKENDS[device.type]
-            kernels.update(alike[0].parameter, tasks, elements, any_calibrated)
+            p, kernels = alike[0].parameter, BACKENDS[device.type]
+            kernels.update(p, tasks, elements, any_calibrated)
         for step, task in zip(alike, tasks, strict=True):
             if task.is_left:
                 step.with_base_step = False  # the base takes it, and then the step is judged
                 continue
             if task.is_outgrown:
-                change_counts(step, task)
+                change_counts(step.state, task)
             if step.absent is None:
                 lambdas[step.parameter] = step.lam
             else:
                 used = (*step.increment.reads, *step.increment.sums, *HISTORY)
                 pointed_to = tuple(map(step.state.__getitem__, used))
                 lambdas[step.parameter] = RepeatedLambda(task, pointed_to, step.absent)
-    return lambdas
+    return lambdas, calls
 
 
-def _tasks(
-    optimizer: Regularized, steps: list[ParameterStep]
-) -> tuple[ctypes.Array[Task], int, bool]:
+def _tasks(optimizer: Regularized, steps: list[ParameterStep]) -> tuple[Any, int, bool]:
     """Return the tasks of these steps, the number of elements of all of them, and whether λ of any
     is calibrated. The parameters have one precision and device.
     """

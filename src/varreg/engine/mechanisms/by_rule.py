@@ -25,7 +25,7 @@ from varreg.engine.mechanisms.node import (
     rounding_of,
     take,
 )
-from varreg.engine.mechanisms.pull_back import autocast_rounding
+from varreg.engine.mechanisms.pull_back import autocast_rounding, eps_of
 from varreg.engine.rules import Rule, Use
 from varreg.engine.rules.rule import Contributions
 from varreg.engine.trace import checkpoints
@@ -64,6 +64,9 @@ def measure(trace: Trace, plans: dict[Any, Plan], call: Call, rule: Rule) -> Any
     partition = trace.observer.grouping.partition(first.batch)
     if any(t._post_accumulate_grad_hooks for t in call.parameters):
         rule = rule._replace(takes_over=False)
+    ledger_of = trace.observer.parameters.ledger
+    sums_only = all((ledger := ledger_of(t)) and ledger.sums_only for t in call.parameters)
+    arguments = without_tensors(bound)
     use = Use(
         rule,
         wants=wanted,
@@ -73,7 +76,8 @@ def measure(trace: Trace, plans: dict[Any, Plan], call: Call, rule: Rule) -> Any
         input_places=input_places,
         output_place=first,
         partition=partition,
-        arguments=without_tensors(bound),
+        arguments=arguments,
+        is_in_lists=not saved.keys() <= arguments.keys(),
     )
     if not rule.when(use):
         return None
@@ -92,7 +96,10 @@ def measure(trace: Trace, plans: dict[Any, Plan], call: Call, rule: Rule) -> Any
     used = _add_node(use, recipients, out, tensors, detached)
     for t, at in zip(used, output_places, strict=True):
         mark(t, at)
-    store_plan(plans, call, Plan(use=use), used)
+    beside = None
+    if sums_only and rule.takes_over and rule.spares_sum(use):
+        beside = use._replace(rule=rule._replace(takes_over=False))
+    store_plan(plans, call, Plan(use=use, beside=beside), used)
     return used[0] if isinstance(out, Tensor) else type(out)(used)
 
 
@@ -112,6 +119,12 @@ def replay(
     assert use is not None
     if _torch.saved_tensors_hooks is None or _torch.saved_tensors_hooks(True) is not None:
         checkpoints.note(trace.observer)
+    if plan.beside is not None:
+        for i in use.wants.values():
+            if ledgers[i].is_check_due:  # S is compared with p.grad: let p.grad be S
+                break
+        else:
+            use = plan.beside
     detached = {}
     for i in use.wants.values():
         if tensors[i]._post_accumulate_grad_hooks and use.rule.takes_over:
@@ -152,7 +165,8 @@ def _run_detached(
                     args[position] = t
                 else:
                     kwargs = {**kwargs, str(position): t}
-    return (rule.forward or function)(*args, **kwargs)
+        function = rule.forward or function
+    return function(*args, **kwargs)
 
 
 def _add_node(
@@ -164,11 +178,10 @@ def _add_node(
 ) -> tuple[Tensor, ...]:
     """Return the results, with a node behind them that takes over the gradients of parameters."""
     outs = (out,) if isinstance(out, Tensor) else out
-    # `map`, since it makes no Python call for each tensor
-    parameters = map(tensors.__getitem__, detached)
-    saved = map(detached.get, use.saved.values(), map(tensors.__getitem__, use.saved.values()))
+    # saved tensors need no edges: their gradients do not pass through this node
+    saved = [detached.get(i, tensors[i]) for i in use.saved.values()]
     used: tuple[Tensor, ...] = RuleNode.apply(
-        use, recipients, len(outs), *outs, *parameters, *saved
+        use, recipients, saved, len(outs), *outs, *map(tensors.__getitem__, detached)
     )
     return used
 
@@ -196,9 +209,9 @@ def _positions(call: Call, parameters: list[Tensor]) -> tuple[int | str, ...] | 
 def contributions_of(use: Use, grads: list[Any], saved: Sequence[Tensor]) -> Contributions:
     """Return the contributions of the samples to the parameters of a use, by its rule."""
     tensors = dict(zip(use.saved, saved, strict=True))
-    if tensors.keys() <= use.arguments.keys():
-        return use.rule.run(use, grads, **{**use.arguments, **tensors})
-    return use.rule.run(use, grads, **refill(use.arguments, tensors))  # some are in lists
+    if use.is_in_lists:
+        return use.rule.run(use, grads, **refill(use.arguments, tensors))
+    return use.rule.run(use, grads, **{**use.arguments, **tensors})
 
 
 class RuleNode(Node):
@@ -208,16 +221,21 @@ class RuleNode(Node):
 
     @staticmethod
     def forward(
-        ctx: Any, use: Use, recipients: list[Recipient], n_outputs: int, *tensors: Tensor
+        ctx: Any,
+        use: Use,
+        recipients: list[Recipient],
+        saved: list[Tensor],
+        n_outputs: int,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Return the results. `tensors` are the results, the parameters, and the tensors that are
-        saved for the rule.
+        """Return the results. `tensors` are the results and the parameters; `saved` are the tensors
+        that are saved for the rule.
         """
         ctx.use, ctx.recipients, ctx.n_outputs = use, recipients, n_outputs
         is_autocast = _torch.is_any_autocast_enabled()
         ctx.rounding = autocast_rounding(tensors[0]) if is_autocast else 0.0
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors[n_outputs + len(recipients) :])
+        ctx.save_for_backward(*saved)
         if n_outputs == 1 and tensors[0].is_floating_point():  # the usual case, without a call
             return (tensors[0].detach(),)
         return pass_on(ctx, tensors[:n_outputs])
@@ -236,17 +254,21 @@ class RuleNode(Node):
             if g is not None:
                 break
         else:
-            return (None, None, None, *grads, *totals, *(None,) * len(saved))
+            return (None, None, None, None, *grads, *totals)
         contributions = contributions_of(use, list(grads), saved)
         # one edge for each tensor among the inputs; other inputs have none
         edges = ctx.next_functions[ctx.n_outputs : ctx.n_outputs + len(recipients)]
         wanted = tuple(map(contributions.__getitem__, use.wants))
-        rounding, is_beside = rounding_of(grads, ctx.rounding), not use.rule.takes_over
+        is_beside = not use.rule.takes_over
+        if len(grads) == 1:
+            rounding = max(ctx.rounding, eps_of(g.dtype))
+        else:
+            rounding = rounding_of(grads, ctx.rounding)
         nodes, _ = zip(*edges, strict=True)
         sums = take(recipients, wanted, nodes, rounding, is_beside)
         if not is_beside:  # else autograd computes the gradients
             totals = sums
-        return (None, None, None, *grads, *totals, *(None,) * len(saved))
+        return (None, None, None, None, *grads, *totals)
 
     @staticmethod
     def places(ctx: Any) -> Sequence[Place | None]:

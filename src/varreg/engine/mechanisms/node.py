@@ -93,7 +93,8 @@ def measuring(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
         BackwardRuns.backwards += 1
-        if _COMPILED_AUTOGRAD in sys.modules:
+        compiled = sys.modules.get(_COMPILED_AUTOGRAD)
+        if compiled is not None and compiled.in_compiled_autograd_region:
             refuse_compiled_autograd()
         if BackwardRuns.received is not None:
             BackwardRuns.received[id(ctx)] = grads
@@ -221,7 +222,7 @@ def take(
         reached = _open(recipients, nodes, contributions[0].partition)
         for recipient, c, is_reached in zip(recipients, contributions, reached, strict=True):
             if is_reached and isinstance(c, Weight) and c.bias and recipient.pull_back is None:
-                sums[c], sums[c.bias] = recipient.leaves[0][1].sums_with_bias(c)
+                sums[c], sums[c.bias] = recipient.leaves[0][1].sums_with_bias(c, is_beside)
         for recipient, c, is_reached in zip(recipients, contributions, reached, strict=True):
             pull_back = recipient.pull_back
             if not is_reached:
@@ -241,7 +242,9 @@ def take(
                 # pending or pulled-back contributions are summed twice, for gradient and moments:
                 # the two sums round differently
                 if is_beside or ledger.pending or pull_back is not None:
-                    ledger.precision = max(ledger.precision, rounding)
+                    is_same = ledger.by_gradient and rounding <= eps_of(recipient.dtype)
+                    if not (is_same and is_beside):  # else S is p.grad itself
+                        ledger.precision = max(ledger.precision, rounding)
     except Exception:
         recipients[0].observer.window.abort()
         raise

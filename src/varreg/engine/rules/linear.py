@@ -47,14 +47,26 @@ def _is_layer(use: Use) -> bool:
     return is_usual and has_batch_in_rows(use, "input")
 
 
-@rule(F.linear, saves="input", forward=_linear_forward, when=_is_layer)
+def are_few(rows: int, o: int, i: int) -> bool:
+    """Return whether products of the rows of each sample cost less than W `[o, i]`."""
+    return rows == 1 or 2 * rows * (o + i) < o * i
+
+
+def _has_few_rows(use: Use) -> bool:
+    """Return whether the lengths of contributions are computed from the rows of each sample."""
+    o, i = use.shapes["weight"]
+    rows = use.shapes["input"].numel() // max(use.partition.batch * i, 1)
+    return are_few(rows, o, i)
+
+
+@rule(F.linear, saves="input", forward=_linear_forward, when=_is_layer, spares_sum=_has_few_rows)
 def linear(
     use: Use, grads: list[Tensor], input: Tensor, weight: None, bias: None = None
 ) -> Contributions:
     dy = use.rows(grads[0])
     if "weight" not in use.wants:
         return {"bias": row_sums(use, dy)}
-    x = use.rows(input.to(dy.dtype), "input")
+    x = use.rows(input if input.dtype == dy.dtype else input.to(dy.dtype), "input")
     shape = use.shapes["weight"]
     if "bias" not in use.wants:
         return {"weight": Outer(use.partition, dy, x, shape)}

@@ -49,6 +49,8 @@ class Use(NamedTuple):
     partition: Partition
     arguments: dict[str, Any]
     """All arguments, with None for tensors."""
+    is_in_lists: bool = False
+    """True: some of the saved arguments are in lists."""
     output_places: tuple[Place, ...] = ()
     """Where the batch is in each of the outputs."""
 
@@ -98,6 +100,10 @@ class Rule(NamedTuple):
     """True: the sum of the contributions is the gradient. False: autograd computes the gradient,
     and the rule only measures.
     """
+    spares_sum: Callable[[Use], bool]
+    """Returns whether ΣW needs no pass that computes S as well. Where only sums over elements are
+    kept, autograd then computes the gradient, and the rule does not take over.
+    """
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Return the arguments by name; None if some have names that the rule does not know."""
@@ -131,13 +137,15 @@ def make_rule(
     when: Callable[[Use], bool] = lambda use: True,
     forward: Callable[..., Any] | None = None,
     takes_over: bool = True,
+    spares_sum: Callable[[Use], bool] = lambda use: False,
 ) -> Rule:
     """Return a rule that runs a function `run(use, grads, *the torch function's arguments)`. The
     other arguments become the fields of `Rule`; names of arguments are separated by spaces.
     """
     names = tuple(inspect.signature(run).parameters)[2:]
     served, saved, carrying = (frozenset(x.split()) for x in (serves, saves, carries))
-    return Rule(run.__name__, names, served, saved, run, carrying, when, forward, takes_over)
+    rest = when, forward, takes_over, spares_sum
+    return Rule(run.__name__, names, served, saved, run, carrying, *rest)
 
 
 def has_rows(use: Use) -> bool:

@@ -95,7 +95,8 @@ def key_of(
             key += (slice, *ends)
         else:
             return None, tensors, ledgers
-    if len(tensors) > 1 and len(set(map(id, tensors))) != len(tensors):
+    n = len(tensors)
+    if n > 1 and (tensors[0] is tensors[1] or (n > 2 and len(set(map(id, tensors))) != n)):
         return None, tensors, ledgers  # x @ x differs from x @ y
     return tuple(key), tensors, ledgers
 
@@ -105,12 +106,21 @@ class Plan:
     the call.
     """
 
-    __slots__ = ("results", "use")
+    __slots__ = ("beside", "results", "use")
 
-    def __init__(self, results: tuple[Result | None, ...] = (), use: Use | None = None):
+    def __init__(
+        self,
+        results: tuple[Result | None, ...] = (),
+        use: Use | None = None,
+        beside: Use | None = None,
+    ):
         self.results = results
         """Shape and mark of each result; None for a result that is no tensor."""
         self.use = use
+        self.beside = beside
+        """The same use with a rule that does not take over the gradient, for backward passes that
+        need not compare it.
+        """
 
     def fits(self, out: Any) -> bool:
         """Return whether results have the shapes that the plan was made for."""
