@@ -36,7 +36,7 @@ from varreg.optim.state import (
     compact_count,
     expand_count,
 )
-from varreg.optim.whole_step import SWITCHES, repeats_torch
+from varreg.optim.whole_step import SWITCHES, count_base_steps, repeats_torch
 from varreg.regularizer import KERNEL_OPTIONS, kernel_task, limit
 
 if TYPE_CHECKING:
@@ -197,6 +197,7 @@ def native_step(optimizer: Regularized, steps: list[ParameterStep]) -> Lambdas:
         tasks, elements, any_calibrated = _tasks(optimizer, alike)
         if alike[0].with_base_step:
             native.whole(tasks, dtype, elements)
+            count_base_steps(alike, tasks)
         else:
             kernels = BACKENDS[device.type]
             kernels.update(alike[0].parameter, tasks, elements, any_calibrated)
@@ -260,7 +261,7 @@ def _tasks(
             task.steps = count.data_ptr()
         else:
             count.add_(1)  # it is on the CPU, where a device's kernel cannot count
-        kernel.fill(task, group, state, is_first)
+        kernel.fill(task, group, state, is_first, step.with_base_step)
         if step.with_base_step:
             assert step.ledger is not None
             task.most = largest_sum(dtype)
