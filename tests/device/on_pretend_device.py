@@ -23,6 +23,7 @@ import varreg
 from tests.support import pretend_device
 from tests.support.measured import prepared, run, truth_of
 from tests.support.model_table import CASES
+from tests.support.ranks import NEEDS_FSDP
 from varreg import devices
 from varreg.cli import app
 from varreg.engine.parameters import LEDGERS
@@ -498,7 +499,7 @@ def _sharded(model):
 
 @pytest.mark.usefixtures("_two_ranks")
 @pytest.mark.filterwarnings("ignore")  # of ranks that never answer
-@pytest.mark.parametrize("wrapped", [_distributed, _sharded])
+@pytest.mark.parametrize("wrapped", [_distributed, pytest.param(_sharded, marks=NEEDS_FSDP)])
 def test_nothing_waits_inside_of_reductions(wrapped):
     torch.set_default_dtype(torch.float32)
     model = wrapped(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).to(DEVICE))

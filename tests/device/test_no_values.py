@@ -77,6 +77,19 @@ def test_no_phase_of_a_step_runs_where_tensors_are_fake(make, draw):
     assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
+def _plain_adam_takes_steps():
+    """Return whether torch's own Adam works while the default device has no values."""
+    p = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([p])
+    p.grad = torch.ones_like(p)
+    try:
+        with torch.device("meta"):
+            optimizer.step()
+    except RuntimeError:
+        return False
+    return True
+
+
 @each_case
 @pytest.mark.parametrize(
     "regularized",
@@ -85,6 +98,8 @@ def test_no_phase_of_a_step_runs_where_tensors_are_fake(make, draw):
 )
 def test_a_default_device_without_values_is_not_that_of_a_model(make, draw, regularized):
     here, there, x = make(), make(), draw()
+    if not _plain_adam_takes_steps():
+        pytest.skip("torch's own Adam raises: its counts are on the default device")
     there.load_state_dict(here.state_dict())
     for model, default in ((here, "cpu"), (there, "meta")):
         varreg.observe(model)

@@ -143,6 +143,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter in")  # SequentialLR's own, in torch 2.8
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_follow_the_clock(name):
     """The learning rate of each step is the one of the base's step ⌊τ⌋."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+import platform
+import sys
 
 import pytest
 import torch
@@ -12,16 +15,19 @@ from torch import nn
 import varreg
 from tests.support.small_net import backward, batch, net
 from varreg import native
+from varreg.native.torch_root import torch_root
 from varreg.optim.collect import find_steps
 from varreg.optim.step import native_step, torch_step
 
 NEEDS_NATIVE = pytest.mark.skipif(native.status() != "in use", reason="native code is off")
 
 
-def trained(**options):
+def trained(make=varreg.VRSGD, **options):
     model = net()
     varreg.observe(model)
-    optimizer = varreg.VRSGD(model.parameters(), lr=0.1, momentum=0.9, **options)
+    if make is varreg.VRSGD:
+        options = {"lr": 0.1, "momentum": 0.9, **options}
+    optimizer = make(model.parameters(), **options)
     for _ in range(2):
         optimizer.zero_grad()
         backward(model, *batch())
@@ -35,11 +41,22 @@ def test_both_implementations_have_one_signature():
     assert inspect.signature(torch_step) == inspect.signature(native_step)
 
 
+MAKERS = [
+    varreg.VRSGD,
+    functools.partial(varreg.VRAdam, lr=0.01),
+    functools.partial(varreg.VRAdam, lr=0.01, weight_decay=0.1, maximize=True),
+    functools.partial(varreg.VRAdamW, lr=0.01, weight_decay=0.1),
+]
+
+
 @NEEDS_NATIVE
+@pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("with_base_step", [False, True])
-def test_both_implementations_have_one_result(with_base_step):
+def test_both_implementations_have_one_result(make, with_base_step):
     """Each takes the same step from the same start: to the same parameters, with the same λ."""
-    model, optimizer = trained()
+    model, optimizer = trained(make)
+    if with_base_step and not all(step.with_base_step for step in find_steps(optimizer)):
+        pytest.skip("native code does not repeat torch's step on this machine")
     start, saved = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
     results = []
     for by_native in (True, False):
@@ -58,8 +75,54 @@ def test_both_implementations_have_one_result(with_base_step):
         assert set(lambdas) == set(model.parameters())
         results.append([p.detach().clone() for p in model.parameters()])
         results[-1] += [optimizer.lambda_of(p) for p in model.parameters()]
+        counts = [s["step"] for s in optimizer.state.values() if "step" in s]
+        assert all(count == 3 for count in counts)
     for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+@NEEDS_NATIVE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("make", MAKERS[1:])
+def test_a_whole_step_has_the_roots_of_torch(make, dtype):
+    """With λ = 1, native code takes torch's own step to the bit: also of zeros and tiny numbers."""
+    results = []
+    for is_observed in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(700, 3, bias=False).to(dtype)
+        bounds = {"lambda_min": 1.0, "lambda_max": 1.0} if is_observed else {}
+        if is_observed:
+            varreg.observe(model)
+        maker = make.func if is_observed else make.func._base
+        optimizer = maker(model.parameters(), **make.keywords, **bounds)
+        for _ in range(6):
+            x = torch.randn(5, 700, dtype=dtype)
+            x[:, :100] = 0
+            x[:, 100:200] *= 1e-18
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            if is_observed and len(optimizer.state) and optimizer._step_count > 2:
+                whole = [step.with_base_step for step in find_steps(optimizer)]
+                if not all(whole):
+                    pytest.skip("native code does not repeat torch's step on this machine")
+            optimizer.step()
+        results.append([model.weight.detach(), *map(optimizer.state[model.weight].get, KEPT)])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+KEPT = ("step", "exp_avg", "exp_avg_sq")
+
+
+@NEEDS_NATIVE
+@pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="no MKL")
+def test_the_root_of_torch_is_found():
+    """Where torch has MKL, its roots are not the nearest numbers: repeating its step needs them."""
+    x = torch.rand(10_007)
+    if torch.backends.mkl.is_available():
+        assert all(torch_root(torch.float32))
+    elif torch.equal(x.sqrt(), x.double().sqrt().float()):
+        assert torch_root(torch.float32) == (None, None)
 
 
 @NEEDS_NATIVE

@@ -58,9 +58,43 @@ static void NAME(sgd_block)(const Task *t, int64_t at, int64_t n) {
     for (int64_t i = 0; i < n; i++) x[i] = FUSED(g[i], lr, x[i]);
 }
 
+/* Write the square roots of a block, rounded as torch rounds them. MKL would divide even one block
+   among threads, where it does not see that this is one of several threads. */
+static void NAME(roots)(const Task *t, int64_t n, const REAL *in, REAL *out) {
+    if (t->root) {
+        int (*set_threads)(int) = (int (*)(int))t->root_threads, before = set_threads(1);
+        ((void (*)(int, const void *, void *, int64_t))t->root)((int)n, in, out, t->root_mode);
+        set_threads(before);
+        return;
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) out[i] = SQRT(in[i]);
+}
+
+/* The step of torch.optim.Adam and AdamW. The definition is torch's _single_tensor_adam. */
+static void NAME(adam_block)(const Task *t, int64_t at, int64_t n) {
+    REAL room[BLOCK], root[BLOCK];
+    REAL *restrict x = TENSOR(x), *restrict m = TENSOR(average), *restrict p = TENSOR(squares);
+    const REAL blend = NUMBER(blend), take = NUMBER(take_p), root_c2 = NUMBER(root_c2);
+    const REAL eps = NUMBER(eps), size = -NUMBER(step_size);
+    if (t->shrink != 1) NAME(multiply)(n, x, NUMBER(shrink));
+    const REAL *g = NAME(used_block)(t, at, n, room);
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) m[i] = FUSED(blend, g[i] - m[i], m[i]);
+    NAME(multiply)(n, p, NUMBER(keep_p));
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) p[i] = FUSED(take * g[i], g[i], p[i]);
+    NAME(roots)(t, n, p, root);
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) x[i] += size * m[i] / (root[i] / root_c2 + eps);
+}
+
 static void NAME(whole_block)(const Task *t, int64_t at, int64_t n, int64_t number) {
     if (t->is_left) return;
-    NAME(sgd_block)(t, at, n);
+    if (t->increment == INCREMENT_ADAM)
+        NAME(adam_block)(t, at, n);
+    else
+        NAME(sgd_block)(t, at, n);
     NAME(update_block)(t, at, n, number);
 }
 

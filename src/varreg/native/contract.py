@@ -71,6 +71,9 @@ class Task(ctypes.Structure):
         *_fields(ctypes.c_double, "unbias_n unbias_p eps known"),
         *_fields(ctypes.c_int64, "is_left is_changed"),
         *_fields(ctypes.c_double, "most precision take"),
+        *_fields(ctypes.c_void_p, "root root_threads"),
+        *_fields(ctypes.c_int64, "root_mode"),
+        *_fields(ctypes.c_double, "shrink blend keep_p take_p root_c2 step_size"),
     )
 
 

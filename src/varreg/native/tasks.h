@@ -44,6 +44,14 @@ typedef struct {
     int64_t is_changed;                /* out: 1 if some element of the gradient differs from S */
     double most, precision;            /* largest allowed sum; rounding error of the gradient */
     double take;                       /* weight of a new gradient: 1 - dampening */
+
+    /* for Adam's whole step */
+    void *root;                        /* torch's function for square roots; 0 if it rounds to */
+    void *root_threads;                /*   the nearest number; what sets its number of threads; */
+    int64_t root_mode;                 /*   its last argument */
+    double shrink;                     /* factor of x: decoupled weight decay */
+    double blend, keep_p, take_p;      /* m <- m + blend (g - m), p <- keep_p p + take_p g^2 */
+    double root_c2, step_size;         /* root of the bias correction of p; lr/c1 */
 } Task;
 CHECK_TASK
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from varreg.native import contract
+from varreg.native.torch_root import MODE, torch_root
 from varreg.optim import increments
 from varreg.optim.base import Regularized
 from varreg.optim.increments import Increment, Kernel
@@ -83,9 +84,13 @@ def _adam(step: ParameterStep) -> tuple[Tensor, Tensor]:
 
 
 def _fill(
-    task: contract.Task, group: Mapping[str, Any], state: Mapping[str, Any], first: bool
+    task: contract.Task,
+    group: Mapping[str, Any],
+    state: Mapping[str, Any],
+    first: bool,
+    with_base_step: bool,
 ) -> None:
-    (beta1, beta2), t = map(float, group["betas"]), float(state["step"])
+    (beta1, beta2), t = map(float, group["betas"]), float(state["step"]) + with_base_step
     N = state["vr_numerator"]
     task.average, task.squares = state["exp_avg"].data_ptr(), state["exp_avg_sq"].data_ptr()
     task.N, task.C = N.data_ptr(), state["vr_covariance"].data_ptr()
@@ -95,9 +100,19 @@ def _fill(
     task.take_C = (1 - beta1) * (1 - beta2)
     task.unbias_n, task.unbias_p = 1 / (1 - beta1**t), 1 / (1 - beta2**t)
     task.eps, task.known = group["eps"], increments.rounding(N.dtype)
+    if with_base_step:
+        lr, decay = float(group["lr"]), float(group["weight_decay"])
+        is_decoupled = bool(group["decoupled_weight_decay"])
+        task.sign, task.decay = (-1.0 if group["maximize"] else 1.0), 0.0 if is_decoupled else decay
+        task.shrink = 1 - lr * decay if is_decoupled else 1.0
+        task.blend, task.keep_p, task.take_p = 1 - beta1, beta2, 1 - beta2
+        task.root_c2, task.step_size = (1 - beta2**t) ** 0.5, lr / (1 - beta1**t)
+        task.root, task.root_threads = torch_root(N.dtype)
+        task.root_mode = MODE
 
 
-SIMPLIFIED = Increment(_adam, READS, SUMS, Kernel(contract.Increment.ADAM, _fill, can_repeat=True))
+KERNEL = Kernel(contract.Increment.ADAM, _fill, knows_base=True, can_repeat=True)
+SIMPLIFIED = Increment(_adam, READS, SUMS, KERNEL)
 DIRECT = Increment(_adam, READS, SUMS)
 AMSGRAD = Increment(
     _adam, (*READS, "max_exp_avg_sq"), (*SUMS, "vr_max_covariance", "vr_max_denominator")

@@ -47,9 +47,10 @@ class Kernel:
     """Native code that computes an increment and its variance, and takes the whole step."""
 
     kind: contract.Increment
-    fill: Callable[[contract.Task, Mapping[str, Any], Mapping[str, Any], bool], None]
+    fill: Callable[[contract.Task, Mapping[str, Any], Mapping[str, Any], bool, bool], None]
     """Fills the fields of a task that are specific to this increment. Its arguments are the task,
-    the param group, the state, and whether the sums for the variance are new.
+    the param group, the state, whether the sums for the variance are new, and whether native code
+    takes the base's step, too: then the state is that from before it.
     """
     knows_base: bool = False
     """Whether native code can take the base's own step, too. `fill` fills the fields for it."""

@@ -37,7 +37,11 @@ def _nesterov(step: ParameterStep) -> tuple[Tensor, Tensor]:
 
 
 def _fill(
-    task: contract.Task, group: Mapping[str, Any], state: Mapping[str, Any], first: bool
+    task: contract.Task,
+    group: Mapping[str, Any],
+    state: Mapping[str, Any],
+    first: bool,
+    with_base_step: bool,
 ) -> None:
     task.sign = -1.0 if group["maximize"] else 1.0
     task.decay, task.take = float(group["weight_decay"]), 1 - group["dampening"]

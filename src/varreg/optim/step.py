@@ -37,7 +37,7 @@ from varreg.optim.state import (
     compact_count,
     expand_count,
 )
-from varreg.optim.whole_step import SWITCHES, repeats_torch
+from varreg.optim.whole_step import SWITCHES, count_base_steps, repeats_torch
 from varreg.regularizer import KERNEL_OPTIONS, kernel_task, limit
 
 if TYPE_CHECKING:
@@ -200,6 +200,7 @@ def native_calls(optimizer: Regularized, steps: list[ParameterStep]) -> tuple[La
         calls.append((dtype, tasks, elements))
         if alike[0].with_base_step:
             native.whole(tasks, dtype, elements)
+            count_base_steps(alike, tasks)
         else:
             p, kernels = alike[0].parameter, BACKENDS[device.type]
             kernels.update(p, tasks, elements, any_calibrated)
@@ -261,7 +262,7 @@ def _tasks(optimizer: Regularized, steps: list[ParameterStep]) -> tuple[Any, int
             task.steps = count.data_ptr()
         else:
             count.add_(1)  # it is on the CPU, where a device's kernel cannot count
-        kernel.fill(task, group, state, is_first)
+        kernel.fill(task, group, state, is_first, step.with_base_step)
         if step.with_base_step:
             assert step.ledger is not None
             task.most = largest_sum(dtype)

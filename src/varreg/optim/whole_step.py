@@ -1,10 +1,9 @@
 """The whole step in one pass over memory: native code takes torch's own step and scales it by λ.
 
-Native code repeats the arithmetic of torch's SGD, rounding by rounding. `repeats_torch` tries once
-whether that is true of the installed torch on this processor. If it is not, and for other options
-and optimizers, torch takes its own step, and step.py does the rest. Adam is one of the other
-optimizers: torch does not round its square root to the nearest number, so a resumed run would
-differ in its last bits.
+Native code repeats the arithmetic of torch's SGD, Adam and AdamW, rounding by rounding; for square
+roots it calls the function that torch itself calls. `repeats_torch` tries once whether that is true
+of the installed torch on this processor. If it is not, and for other options and optimizers, torch
+takes its own step, and step.py does the rest.
 """
 
 from __future__ import annotations
@@ -14,18 +13,26 @@ import copy
 import functools
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from varreg import native
+from varreg import _torch, native
 from varreg.native.contract import Task
 from varreg.optim.increments import Kernel
 
-_BASES = (torch.optim.SGD,)
+if TYPE_CHECKING:
+    import ctypes
+
+    from varreg.optim.parameter_step import ParameterStep
+
+_BASES = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 _TRIED = {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}
-SWITCHES = ("maximize", "nesterov", "momentum", "dampening", "weight_decay")
+SWITCHES = (
+    *("maximize", "nesterov", "momentum", "dampening", "weight_decay"),
+    *("decoupled_weight_decay", "amsgrad"),
+)
 """Options that change the arithmetic of the step when they are switched on."""
 
 
@@ -40,6 +47,17 @@ def without(groups: list[dict[str, Any]], taken: Mapping[Tensor, Any]) -> Iterat
     finally:
         for group, parameters in zip(groups, before, strict=True):
             group["params"] = parameters
+
+
+def count_base_steps(steps: list[ParameterStep], tasks: ctypes.Array[Task]) -> None:
+    """Count the base's step where native code took it, if the base counts."""
+    counts = [
+        step.state["step"]
+        for step, task in zip(steps, tasks, strict=True)
+        if "step" in step.state and not task.is_left
+    ]
+    if counts:
+        _torch.foreach_add_into(counts, 1)
 
 
 @functools.cache
@@ -79,16 +97,17 @@ def _is_same(
 ) -> bool:
     """Return whether native code, from the same start, reaches torch's parameter and state."""
     assert p.grad is not None
-    names = "vr_variance", "rho", "count"
-    ours = {name: torch.ones_like(x) for name in names}
+    sums = "vr_variance", "vr_numerator", "vr_covariance", "vr_denominator"
+    ours = {name: torch.ones_like(x) for name in (*sums, "rho", "count")}
     square, steps = p.grad.square(), torch.ones((), dtype=x.dtype, device="cpu")
     task = Task(n=x.numel(), increment=kernel.kind, m=2.0, factor=1.0, s=1.0, low=1.0, high=1.0)
     task.history, task.scale_free, task.lr, task.most = 1, 1, group["lr"], float("inf")
     task.total = task.grad = p.grad.data_ptr()
     task.square, task.x, task.steps = square.data_ptr(), x.data_ptr(), steps.data_ptr()
     task.rho_sum, task.rho_count = ours["rho"].data_ptr(), ours["count"].data_ptr()
-    kernel.fill(task, group, {**state, **ours}, False)
+    kernel.fill(task, group, {**state, **ours}, False, True)
     tasks = (Task * 1)(task)
     native.whole(tasks, x.dtype, x.numel())
-    states = all(torch.equal(t, after[k]) for k, t in state.items() if isinstance(t, Tensor))
+    averages = [k for k, t in state.items() if isinstance(t, Tensor) and k != "step"]
+    states = all(torch.equal(state[k], after[k]) for k in averages)
     return not tasks[0].is_left and states and torch.equal(x, p.detach())
