@@ -25,10 +25,10 @@ def model():
 class Twin:
     """A model in training; with `is_fresh`, each step has new tasks."""
 
-    def __init__(self, is_fresh, **options):
+    def __init__(self, is_fresh, make=varreg.VRSGD, **options):
         self.is_fresh, self.model = is_fresh, model()
         self.observer = varreg.observe(self.model)
-        self.optimizer = varreg.VRSGD(self.model.parameters(), lr=0.01, **options)
+        self.optimizer = make(self.model.parameters(), lr=0.01, **options)
         self.optimizer._watches_lambda = False
         self.prepared = 0
 
@@ -140,17 +140,28 @@ def freeze(twin):
     twin.backward(torch.randn(6, 5, generator=torch.Generator().manual_seed(10)).double())
 
 
+def change_betas(twin):
+    twin.optimizer.param_groups[0]["betas"] = (0.8, 0.99)
+
+
+OPTIONS = [
+    {"momentum": 0.9},
+    {},
+    {"momentum": 0.9, "nesterov": True},
+    {"make": varreg.VRAdam},
+    {"make": varreg.VRAdamW, "weight_decay": 0.1},
+]
 EVENTS = [
     *(clip, clip_one, change_elements, drop_gradient, replace_gradient, transpose_gradient),
     *(change_rate, change_momentum, change_decay, maximize, change_s, move_parameter, move_state),
     *(move_values, load, forget_state, one_sample_less, accumulate, zero_a_column, add_group),
-    freeze,
+    *(freeze, change_betas),
 ]
 
 
 @needs_compiler
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("options", [{"momentum": 0.9}, {}, {"momentum": 0.9, "nesterov": True}])
+@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("event", EVENTS)
 def test_kept_tasks_take_the_same_step(event, options):
     twins = [Twin(is_fresh, **options) for is_fresh in (False, True)]

@@ -1,15 +1,16 @@
 """The tasks of one native step, kept and used again in the next steps.
 
 A step that native code takes whole needs a task for each parameter. From step to step only three
-pointers in it change: S, W and the gradient are new tensors. `PreparedStep` looks whether all else
-is as it was: options, counts, and the tensors of the state with their addresses. If anything is
-not, it takes no step, and `native_step` fills new tasks.
+pointers in it change: S, W and the gradient are new tensors; for Adam also what depends on the
+number of steps. `PreparedStep` looks whether all else is as it was: options, counts, and the
+tensors of the state with their addresses. If anything is not, it takes no step, and `native_step`
+fills new tasks.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from varreg.engine.parameters import LEDGERS
 from varreg.native.contract import Task
 from varreg.optim.repeated_lambda import RepeatedLambda, change_counts
 from varreg.optim.state import COUNT
-from varreg.optim.whole_step import SWITCHES
+from varreg.optim.whole_step import STEP, SWITCHES, count_base_steps
 
 if TYPE_CHECKING:
     from varreg.optim.base import Regularized
@@ -50,6 +51,9 @@ class _Entry(NamedTuple):
     factor: float
     """The task's factor before the step, which multiplies it by κ²."""
     ledger: Ledger
+    group: dict[str, Any]
+    fill: Callable[..., None]
+    """The `fill` of the increment's kernel."""
     moments: tuple[int, int, float]
     """m, K, and the ledger's rounding error of p.grad."""
     state: dict[str, Any]
@@ -89,8 +93,11 @@ class PreparedStep:
             task = entry.task
             task.total, task.square, task.grad = S.data_ptr(), W.data_ptr(), grad.data_ptr()
             task.factor, task.is_changed = entry.factor, 0
+            if STEP in entry.state:
+                entry.fill(task, entry.group, entry.state, False, True)
         for dtype, tasks, elements in self.calls:
             native.whole(tasks, dtype, elements)
+        count_base_steps([entry.state for entry, *_ in ready if not entry.task.is_left])
         lambdas = self.lambdas
         for entry, *_ in ready:
             task, p = entry.task, entry.tensors[-1]
@@ -161,11 +168,14 @@ _ADDRESS = Tensor.data_ptr
 
 def _entry(step: ParameterStep, task: Task) -> _Entry:
     m, ledger, state = step.measured, step.ledger, step.state
+    kernel = step.increment.kernel
     assert ledger is not None
+    assert kernel is not None
     names = tuple(name for name, value in state.items() if isinstance(value, Tensor))
     ours = tuple(state[name] for name in names)
     tensors = (*ours, step.parameter)
     factor = m.constants[0]
     moments = m.count, m.groups, ledger.precision
     known = list(map(id, ours)), list(map(_ADDRESS, tensors))
-    return _Entry(task, factor, ledger, moments, state, names, tensors, *known)
+    how = ledger, step.group, kernel.fill
+    return _Entry(task, factor, *how, moments, state, names, tensors, *known)

@@ -200,7 +200,8 @@ def native_calls(optimizer: Regularized, steps: list[ParameterStep]) -> tuple[La
         calls.append((dtype, tasks, elements))
         if alike[0].with_base_step:
             native.whole(tasks, dtype, elements)
-            count_base_steps(alike, tasks)
+            taken = [s.state for s, task in zip(alike, tasks, strict=True) if not task.is_left]
+            count_base_steps(taken)
         else:
             p, kernels = alike[0].parameter, BACKENDS[device.type]
             kernels.update(p, tasks, elements, any_calibrated)

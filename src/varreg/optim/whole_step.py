@@ -13,7 +13,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +22,6 @@ from varreg import _torch, native
 from varreg.native.contract import Task
 from varreg.optim.increments import Kernel
 
-if TYPE_CHECKING:
-    import ctypes
-
-    from varreg.optim.parameter_step import ParameterStep
-
 _BASES = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 _TRIED = {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}
 SWITCHES = (
@@ -34,6 +29,8 @@ SWITCHES = (
     *("decoupled_weight_decay", "amsgrad"),
 )
 """Options that change the arithmetic of the step when they are switched on."""
+STEP = "step"
+"""The key of the base's own number of steps in the state. SGD has none."""
 
 
 @contextlib.contextmanager
@@ -49,14 +46,9 @@ def without(groups: list[dict[str, Any]], taken: Mapping[Tensor, Any]) -> Iterat
             group["params"] = parameters
 
 
-def count_base_steps(steps: list[ParameterStep], tasks: ctypes.Array[Task]) -> None:
-    """Count the base's step where native code took it, if the base counts."""
-    counts = [
-        step.state["step"]
-        for step, task in zip(steps, tasks, strict=True)
-        if "step" in step.state and not task.is_left
-    ]
-    if counts:
+def count_base_steps(states: list[dict[str, Any]]) -> None:
+    """Count the base's step in these states, if the base counts."""
+    if counts := [state[STEP] for state in states if STEP in state]:
         _torch.foreach_add_into(counts, 1)
 
 
@@ -108,6 +100,6 @@ def _is_same(
     kernel.fill(task, group, {**state, **ours}, False, True)
     tasks = (Task * 1)(task)
     native.whole(tasks, x.dtype, x.numel())
-    averages = [k for k, t in state.items() if isinstance(t, Tensor) and k != "step"]
+    averages = [k for k, t in state.items() if isinstance(t, Tensor) and k != STEP]
     states = all(torch.equal(state[k], after[k]) for k in averages)
     return not tasks[0].is_left and states and torch.equal(x, p.detach())
