@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.checkpoint import checkpoint
 
 import varreg
+from varreg.engine.totals_ledger import TotalsLedger
 from varreg.errors import MeasurementError
 from varreg.noise import gauges
 
@@ -125,6 +126,54 @@ def test_a_gradient_from_outside_is_refused():
     loss = model(batch()).square().mean() + model[0].weight.square().sum()
     with pytest.raises(MeasurementError, match="from outside"):
         loss.backward()
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_gradient_from_outside_is_found_at_once(is_first):
+    """S shares its memory with p.grad where it can: not where torch adds another gradient."""
+    model = net()
+    varreg.observe(model, per="model")
+    outside = sum(p.square().sum() for p in model.parameters())
+    losses = model(batch()).sin().square().sum(1).mean()
+    with pytest.raises(MeasurementError, match="from outside"):
+        (outside + losses if is_first else losses + outside).backward()
+
+
+def test_the_sum_is_compared_without_a_copy(monkeypatch):
+    shared = []
+
+    def end_check(ledger):
+        shared.append(ledger.kept_total.data_ptr() in {p.grad.data_ptr() for p in parameters})
+        end(ledger)
+
+    end = TotalsLedger.end_check
+    monkeypatch.setattr(TotalsLedger, "end_check", end_check)
+    model = net()
+    parameters = list(model.parameters())
+    observer = varreg.observe(model, per="model")
+    backward(model, batch())
+    assert shared == [True] * 4
+    assert all(ledger.kept_total is None for _, ledger in observer.parameters)
+
+
+def test_a_sum_that_was_written_over_is_compared_later():
+    """A hook writes to a gradient that has arrived, while backward runs: S, which shares its
+    memory, is lost for the comparison. The next one has a copy.
+    """
+    model = net()
+    observer = varreg.observe(model, per="model")
+    last = model[2].weight
+    (ledger,) = (ledger for p, ledger in observer.parameters if p is last)
+
+    def write(*_):
+        last.grad.mul_(1)
+
+    model[1].register_full_backward_hook(write)
+    for is_missed in (True, False):
+        model.zero_grad()
+        backward(model, batch())
+        assert ledger.is_overwritten
+        assert ledger.is_check_missed == is_missed
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1e25])

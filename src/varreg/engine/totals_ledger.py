@@ -40,10 +40,12 @@ class TotalsLedger(Ledger):
 
     sums_only = True
     is_check_missed = False  # True: a comparison of p.grad with S was due, but S was not kept
+    is_overwritten = False  # True: S was lost, since torch wrote to the memory that it shared
 
     def restart(self, is_complete: bool = True) -> None:
         super().restart(is_complete)
         self.kept_total: Tensor | None = None  # S, where it is kept
+        self._version = 0  # of S when it was kept
         self.spread: Tensor | float = 0.0  # ΣW
         self.length1: Tensor | float = 0.0  # Σ|S_p|
         self.length2: Tensor | float = 0.0  # |S|²
@@ -63,7 +65,7 @@ class TotalsLedger(Ledger):
         elif self.by_gradient:
             if not (is_plain and self._is_unchanged(p.grad)):
                 self._refuse_changed()
-            self.kept_total = None  # it was kept for one comparison, in an earlier window
+            self.end_check()  # if an earlier window had an error
         self.keeps = not self.by_gradient or (self.is_check_due and self.total is None)
 
     def sums_with_bias(self, weight: Weight, is_beside: bool = False) -> tuple[Any, Any]:
@@ -94,7 +96,11 @@ class TotalsLedger(Ledger):
         is_first = isinstance(self.spread, float) and not self.spread
         self.spread = square if is_first else self.spread + square
         if self.keeps and total is not None:
-            self.kept_total = total if self.kept_total is None else self.kept_total + total
+            # for a comparison alone, share the memory of S, which becomes p.grad
+            shares = self.by_gradient and not self.is_overwritten
+            kept = total.detach() if shares else total
+            self.kept_total = kept if self.kept_total is None else self.kept_total + total
+            self._version = self.kept_total._version
         if not (self.arriving and self.arriving <= self.forwards):
             self.count += contribution.partition.batch
             self.groups += contribution.partition.groups
@@ -112,8 +118,18 @@ class TotalsLedger(Ledger):
 
     def close(self, p: Tensor) -> None:
         if self.in_window:
+            S = self.kept_total
+            if self.by_gradient and S is not None and S._version != self._version:
+                self.kept_total, self.is_overwritten = None, True
             self.is_check_missed |= self.is_check_due and self.kept_total is None
         super().close(p)
+
+    def end_check(self) -> None:
+        """Drop S if it was kept for a comparison alone: its memory may be p.grad's, which users
+        clear.
+        """
+        if self.by_gradient:
+            self.kept_total = None
 
     def note_lengths(self, length1: float, length2: float) -> None:
         """Note Σ|S_p| and |S|²."""

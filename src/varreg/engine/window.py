@@ -201,6 +201,8 @@ class Window:
         for p, ledger in due:
             if id(p) not in measured:
                 _refuse_unseen_gradient(p, ledger)
+            if isinstance(ledger, TotalsLedger):
+                ledger.end_check()
 
 
 _close_uncompiled = uncompiled(Window._close)

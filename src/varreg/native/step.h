@@ -122,11 +122,12 @@ static void NAME(update_block)(const Task *t, int64_t at, int64_t n, int64_t num
 }
 
 /* Compute lambda of the last step again from the state; the history contains rho already. If `lam`
-   is 0, write 1 to `variance` where rho was finite, and 0 elsewhere. */
+   is 0, only add 1 to the count of each element whose rho was finite. */
 static void NAME(repeat_block)(const Task *t, int64_t at, int64_t n, int64_t number) {
     REAL s2[BLOCK], step[BLOCK];
-    const REAL *V = TENSOR(V), *delta = TENSOR(average), *wide = t->rho_count;
-    const int16_t *narrow = t->rho_count;
+    const REAL *V = TENSOR(V), *delta = TENSOR(average);
+    REAL *wide = t->rho_count;
+    int16_t *narrow = t->rho_count;
     const NAME(bounds) b = {NUMBER(s), NUMBER(half), NUMBER(limit), NUMBER(low), NUMBER(high)};
     const int enter = !t->lam;
     (void)number;
@@ -147,7 +148,10 @@ static void NAME(repeat_block)(const Task *t, int64_t at, int64_t n, int64_t num
         NAME(element)(V[i], delta[i], &sum, &count, (REAL)!is_absent, &lambda, 1, t->history,
                       t->form, t->scale_free, enter, b);
         if (enter) {
-            TENSOR(variance)[i] = count;
+            if (t->counts == COUNTS_NARROW)
+                narrow[k] += (int16_t)count;
+            else
+                wide[k] += count;
             continue;
         }
         if (t->recent && !is_absent) {

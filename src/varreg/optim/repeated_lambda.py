@@ -14,7 +14,7 @@ from torch import Tensor
 
 from varreg import native
 from varreg.native.contract import Counts, Task
-from varreg.optim.state import COUNT, HISTORY, NARROW, compact_count, expand_count
+from varreg.optim.state import COUNT, FULL, HISTORY, NARROW, expand_count
 
 
 class RepeatedLambda(NamedTuple):
@@ -47,10 +47,13 @@ def change_counts(state: dict[str, Any], task: Task) -> None:
     """
     count = state[COUNT]
     if task.counts == Counts.SHARED:
-        valid = torch.empty_like(state[HISTORY[0]])
-        _repeat(task, valid, lam=None, variance=valid.data_ptr())
-        state[COUNT] = valid.add_(count)
-        compact_count(state, may_share=False)
+        # in their last form from the start: a number of 4 bytes for each element would be the
+        # largest memory of all in a first step
+        before = count.item()
+        kind = NARROW if before + 1 < FULL else count.dtype
+        state[COUNT] = own = torch.full_like(state[HISTORY[0]], before, dtype=kind)
+        form = Counts.NARROW if kind == NARROW else Counts.WIDE
+        _repeat(task, count, lam=None, rho_count=own.data_ptr(), counts=form)
     else:
         expand_count(state)
     count = state[COUNT]
