@@ -105,8 +105,7 @@ def outer(
     memory = _SCRATCH.room(b * o + group * at_once * row + 2 * PANEL * (threads + 1), delta)
     sizes = b, groups, r, o, i, at_once
     if sum_only:
-        tensors = delta, a, total, square, both, memory
-        library.call("outer_spread", tensors, sizes, (), threads)
+        library.call("outer_spread", (delta, a, total, square, both, memory), sizes, (), threads)
         return Sums(total, square, both)
     if norms and groups == b:
         extra = _extra(b, threads)
@@ -190,7 +189,7 @@ def conv(
             (0, *padding),
             (1, *dilation),
         )
-    (x, x_last), (delta, delta_last) = _in_order(x, depthwise), _in_order(delta, depthwise)
+    (x, x_last), (delta, delta_last) = _in_order((x, delta), depthwise)
     how = kernel, stride, padding, dilation
     threads = _threads(delta.numel() * math.prod(weight[1:]))
     total, again, square = _new_sums(x, weight, threads if sum_only else 0)
@@ -282,16 +281,16 @@ def _strides(shape: torch.Size, last: bool) -> tuple[int, int, int, int]:
     return (c * h * w, 1, w * c, c) if last else (c * h * w, h * w, w, 1)
 
 
-def _in_order(t: Tensor, strictly: bool) -> tuple[Tensor, bool]:
-    """Return `[b, c, h, w]` in one of two memory layouts, and whether channels are last. With
-    `strictly`, channels are never last.
+def _in_order(images: tuple[Tensor, ...], strictly: bool) -> list[tuple[Tensor, bool]]:
+    """Return each of some `[b, c, h, w]` in one of two memory layouts, and whether channels are
+    last. With `strictly`, channels are never last.
     """
-    last = (
-        not strictly
-        and not t.is_contiguous()
-        and t.is_contiguous(memory_format=torch.channels_last)
-    )
-    return t if last else t.contiguous(), last
+    ordered = []
+    for t in images:
+        may_be = not strictly and not t.is_contiguous()
+        last = may_be and t.is_contiguous(memory_format=torch.channels_last)
+        ordered.append((t if last else t.contiguous(), last))
+    return ordered
 
 
 def _threads(products: int) -> int:
