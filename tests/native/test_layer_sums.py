@@ -115,26 +115,28 @@ def test_a_product_in_pieces(at_once, monkeypatch):
     st.sampled_from([torch.float32, torch.float64]),
     st.booleans(),
     st.integers(1, 5),
+    st.integers(1, 150),
 )
-def test_one_row_for_each_sample(b, o, i, threads, dtype, crossed, panels):
+def test_one_row_for_each_sample(b, o, i, threads, dtype, crossed, panels, groups):
     torch.set_num_threads(threads)
     delta, a = torch.randn(b, o, dtype=dtype), torch.randn(i, b, dtype=dtype).t()
     a = a if crossed else a.contiguous()
     with pytest.MonkeyPatch.context() as patch:  # few panels at a time, and threads for all sizes
         patch.setattr(layer_sums, "SHARED_ROWS", panels * b * layer_sums.PANEL)
         patch.setattr(layer_sums, "WORTH_THREADS_PRODUCTS", 0)
-        S, W, again = layer_sums.single_rows(delta, a)
-    total, square = both_sums(torch.einsum("bo,bi->boi", delta, a), b)
-    torch.testing.assert_close(S, total, **CLOSE[dtype])
-    torch.testing.assert_close(W, square, **CLOSE[dtype])
-    assert_again(layer_sums.Sums(S, W, None, again))
+        for some in (b, min(b, groups)):
+            S, W, again = layer_sums.single_rows(delta, a, some)
+            total, square = both_sums(torch.einsum("bo,bi->boi", delta, a), some)
+            torch.testing.assert_close(S, total, **CLOSE[dtype])
+            torch.testing.assert_close(W, square, **CLOSE[dtype])
+            assert_again(layer_sums.Sums(S, W, None, again))
 
 
 @needs_compiler
 @pytest.mark.parametrize("b", [100, 1000, 3000])
 def test_equal_rows_have_no_variance(b):
     delta, a = torch.randn(1, 7).float().expand(b, 7), torch.randn(1, 9).float().expand(b, 9)
-    S, W, _ = layer_sums.single_rows(delta, a)
+    S, W, _ = layer_sums.single_rows(delta, a, b)
     assert (varreg.Moments(b, b, S, W).variance == 0).all()
 
 

@@ -219,9 +219,8 @@ class Outer(Weight):
         shape: torch.Size | None = None,
         bias: Bias | None = None,
     ):
-        self.partition, self.delta, self.a = partition, delta, a
+        self.partition, self.delta, self.a, self.bias = partition, delta, a, bias
         self.shape = shape or torch.Size((delta.shape[-1], a.shape[-1]))
-        self.bias = bias
 
     def source(self) -> Tensor:
         return self.delta
@@ -237,17 +236,18 @@ class Outer(Weight):
     def sums_with_bias(self) -> tuple[Sums, Sums | None]:
         batch, groups = self.partition
         kernels: Any = BACKENDS[self.delta.device.type]
-        if self.delta.shape[1] != 1 or groups != batch or not batch or kernels.KNOWS_SINGLE_ROWS:
+        if self.delta.shape[1] != 1 or not batch or kernels.KNOWS_SINGLE_ROWS:
             return super().sums_with_bias()
-        # one row per sample: (δ ⊗ a)² = δ² ⊗ a², and no per-sample gradient exists
         dtype = stat_dtype(self.delta.dtype)
         delta, a = self.delta[:, 0].to(dtype), self.a[:, 0].to(dtype)
-        bias = kernels.sums(delta, groups) if self.bias else None  # it gets the rows of δ
         is_large = delta.numel() * a.shape[1] >= SINGLE_ROWS
-        if is_large and (sums := kernels.single_rows(delta, a)):
-            return tuple(t.view(self.shape) for t in sums), bias
-        total, square = delta.t() @ a, delta.square().t() @ a.square()
-        return (total.view(self.shape), square.view(self.shape)), bias
+        sums = kernels.single_rows(delta, a, groups) if is_large else None
+        if sums is None and groups != batch:
+            return super().sums_with_bias()
+        bias = kernels.sums(delta, groups) if self.bias else None  # it gets the rows of δ
+        if sums is None:  # (δ ⊗ a)² = δ² ⊗ a², and no per-sample gradient exists
+            sums = delta.t() @ a, delta.square().t() @ a.square()
+        return tuple(map(Tensor.view, sums, [self.shape] * len(sums))), bias
 
     def sums_in_one_pass(self, kernels: Any = None) -> LayerSums | None:
         outer, has_bias = (kernels or BACKENDS[self.delta.device.type]).outer, self.bias is not None

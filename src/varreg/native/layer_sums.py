@@ -129,7 +129,7 @@ def _new_sums(
     return total, again, square
 
 
-def single_rows(delta: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+def single_rows(delta: Tensor, a: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return S, W and a second S of c_b = δ_b ⊗ a_b, with δ `[b, o]` and a `[b, i]`; None where
     PyTorch is needed.
     """
@@ -143,7 +143,7 @@ def single_rows(delta: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor] | Non
     memory = _SCRATCH.room(b * (i + PANEL * (1 + 2 * threads)), delta)
     together = max(1, SHARED_ROWS // (b * PANEL))
     tensors = (delta, a, total, again, square, memory)
-    library.call("single_rows", tensors, (b, o, i, together), (), threads)
+    library.call("single_rows", tensors, (b, groups, o, i, together), (), threads)
     return total, square, again
 
 

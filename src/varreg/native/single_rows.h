@@ -1,7 +1,8 @@
-/* S and W of dense layers with one row for each sample: S = delta' a, and W the same of squares.
-   Included after dense.h, once for each REAL. The definition in PyTorch is Outer.sums_with_bias in
-   engine/contribution.py. The letters are the same. A tile is MR output features times NV vectors
-   of input features, as in dense.h. */
+/* S and W of dense layers with one row for each sample: S = delta' a, and W the same of squares, if
+   each group has one sample. Included after dense.h, once for each REAL. The definition in PyTorch
+   is Outer.sums_with_bias in engine/contribution.py. The letters are the same. A tile is MR output
+   features times NV vectors of input features, as in dense.h, which computes larger groups. Tiles
+   follow each other along the rows of S and W, so that memory is written in order. */
 
 #define ALL                                                                                        \
     _Pragma("GCC unroll 12") for (int m = 0; m < MR; m++)                                          \
@@ -36,10 +37,32 @@ static void NAME(put)(const REAL *tile, REAL *out, int64_t high, int64_t wide, i
         memcpy(out + m * ld, tile + m * NV * LANES, wide * sizeof(REAL));
 }
 
+/* Write a tile of S, of a second S and of W, `ld` numbers from row to row; d has the rows of delta,
+   [b, MR], `squares` their squares, and x those of a. */
+static inline void NAME(single_tile)(int64_t b, NAME(groups) all, const REAL *d,
+                                     const REAL *squares, const REAL *x, REAL *S, REAL *again,
+                                     REAL *W, int64_t ld) {
+    if (all.count == b) {
+        NAME(product)(0, b, d, x, S, again, ld);
+        NAME(product)(1, b, squares, x, W, 0, ld);
+        return;
+    }
+    const int64_t width = NV * LANES;
+    for (int64_t first = 0; first < all.count;) {
+        const NAME(run) run = NAME(run_from)(first, all, all.count);
+        const NAME(lines) at = {run.n * width, 1, run.n, 0, width};
+        NAME(tiles)[MR - 1][NV - 1][PLAIN](run.end - first, 1, d + run.start * MR,
+                                           x + run.start * width, &at, S, W, ld, width,
+                                           (REAL)1 / (REAL)run.n, 0, again, !first);
+        first = run.end;
+    }
+}
+
 /* Compute S, a second S and W, all [o, i], from delta [b, o] and a [b, i]. */
 void NAME(single_rows)(const REAL *delta, const REAL *a, REAL *S, REAL *again, REAL *W,
-                       REAL *scratch, int64_t b, int64_t o, int64_t i, int64_t together,
-                       int threads) {
+                       REAL *scratch, int64_t b, int64_t groups, int64_t o, int64_t i,
+                       int64_t together, int threads) {
+    const NAME(groups) all = {groups, b / groups, b % groups};
     const int64_t width = NV * LANES, panels = (i + width - 1) / width, blocks = (o + MR - 1) / MR,
                   parts = (panels + together - 1) / together;
 #pragma omp parallel num_threads(threads)
@@ -71,16 +94,14 @@ void NAME(single_rows)(const REAL *delta, const REAL *a, REAL *S, REAL *again, R
                 const REAL *x = scratch + p * b * width;
                 const int64_t at = first * i + p * width, wide = AT_MOST(width, i - p * width);
                 if (high == MR && wide == width) {
-                    NAME(product)(0, b, d, x, S + at, again + at, i);
-                    NAME(product)(1, b, squares, x, W + at, 0, i);
-                } else {
-                    REAL tile[MR * NV * VECTOR / sizeof(REAL)];
-                    NAME(product)(0, b, d, x, tile, 0, width);
-                    NAME(put)(tile, S + at, high, wide, i);
-                    NAME(put)(tile, again + at, high, wide, i);
-                    NAME(product)(1, b, squares, x, tile, 0, width);
-                    NAME(put)(tile, W + at, high, wide, i);
+                    NAME(single_tile)(b, all, d, squares, x, S + at, again + at, W + at, i);
+                    continue;
                 }
+                REAL tiles[3][MR * NV * VECTOR / sizeof(REAL)];
+                NAME(single_tile)(b, all, d, squares, x, tiles[0], tiles[1], tiles[2], width);
+                NAME(put)(tiles[0], S + at, high, wide, i);
+                NAME(put)(tiles[1], again + at, high, wide, i);
+                NAME(put)(tiles[2], W + at, high, wide, i);
             }
         }
     }
