@@ -16,9 +16,10 @@
 
 enum { B = 12, R = 17, O = 37, I = 53 };
 typedef void (*Outer)(const double *, const double *, double *, double *, double *, double *,
-                      int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int);
+                      double *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int);
 
-static double delta[B][R][O], a[B][R][I], S[O][I], W[O][I], bias[2][O], scratch[1 << 20];
+static double delta[B][R][O], a[B][R][I], S[O][I], again[O][I], W[O][I], bias[2][O];
+static double scratch[1 << 20];
 
 int main(int count, char **arguments) {
     void *library = OPEN(arguments[count - 1]);
@@ -28,8 +29,8 @@ int main(int count, char **arguments) {
     for (int k = 0; k < B * R * I; k++) (&a[0][0][0])[k] = (k * 53 % 103) / 51.0 - 1;
     double worst = 0;
     for (int threads = 1, turn = 0; turn < 40; turn++, threads = 1 + turn % 5) {
-        outer(&delta[0][0][0], &a[0][0][0], &S[0][0], &W[0][0], &bias[0][0], scratch, B, B, R, O, I,
-              5, threads);
+        outer(&delta[0][0][0], &a[0][0][0], &S[0][0], &again[0][0], &W[0][0], &bias[0][0], scratch,
+              B, B, R, O, I, 5, threads);
         for (int o = 0; o < O; o++)
             for (int i = 0; i < I; i++) {
                 double total = 0, square = 0;
@@ -40,6 +41,7 @@ int main(int count, char **arguments) {
                     square += c * c;
                 }
                 worst = fmax(worst, fmax(fabs(S[o][i] - total), fabs(W[o][i] - square)));
+                worst = fmax(worst, fabs(again[o][i] - total));
             }
     }
     printf("1 to 5 threads, 40 calls: off by %.1e at most\n", worst);

@@ -64,8 +64,16 @@ def test_a_matrix_product_of_any_size(b, r, o, i, groups, threads, dtype, crosse
     assert_norms(again, found, torch.einsum("bro,bri->boi", delta, a), groups)
 
 
+def assert_again(found):
+    """The second S is the first one to the bit, in memory of its own."""
+    assert torch.equal(found.again, found.total)
+    assert found.again.data_ptr() != found.total.data_ptr()
+
+
 def assert_norms(found, plain, c, groups):
     """|c_b|² as by definition, if each group has one sample, and the same sums beside it."""
+    assert_again(found)
+    assert_again(plain)
     for name in ("total", "square", "bias"):
         both = getattr(found, name), getattr(plain, name)
         torch.testing.assert_close(
@@ -107,8 +115,9 @@ def test_a_product_in_pieces(at_once, monkeypatch):
     st.sampled_from([torch.float32, torch.float64]),
     st.booleans(),
     st.integers(1, 5),
+    st.integers(1, 150),
 )
-def test_one_row_for_each_sample(b, o, i, threads, dtype, crossed, panels):
+def test_one_row_for_each_sample(b, o, i, threads, dtype, crossed, panels, groups):
     torch.set_num_threads(threads)
     delta, a = torch.randn(b, o, dtype=dtype), torch.randn(i, b, dtype=dtype).t()
     a = a if crossed else a.contiguous()
@@ -187,6 +196,8 @@ CONVOLUTIONS = {  # channels, height, width, features, kernel, stride, padding, 
     "one pixel": (40, 5, 5, 30, (1, 1), 2, 0, 1, 1),
     "lines left over": (4, 10, 9, 5, (2, 2), 3, 0, 1, 1),
     "more padding than image": (2, 3, 3, 4, (3, 3), 2, 4, 1, 1),
+    "a few lines at a time": (48, 20, 19, 9, (3, 3), 1, 1, 1, 1),
+    "a few whole lines at a time": (64, 19, 20, 13, (3, 3), 1, 0, 1, 1),
     "shared sums": (96, 4, 4, 120, (3, 3), 1, 1, 1, 1),
     "depthwise": (8, 9, 10, 8, (3, 3), 1, 1, 1, 8),
     "depthwise, multiplied, stride": (5, 9, 10, 15, (3, 2), (2, 3), (1, 4), (1, 2), 5),

@@ -217,9 +217,8 @@ class Outer(Weight):
         shape: torch.Size | None = None,
         bias: Bias | None = None,
     ):
-        self.partition, self.delta, self.a = partition, delta, a
+        self.partition, self.delta, self.a, self.bias = partition, delta, a, bias
         self.shape = shape or torch.Size((delta.shape[-1], a.shape[-1]))
-        self.bias = bias
 
     def source(self) -> Tensor:
         return self.delta

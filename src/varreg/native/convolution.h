@@ -52,23 +52,36 @@ static void NAME(frame)(const Convolution *s, const NAME(plan) * p, const REAL *
             left = s->px < p->frame_w ? s->px : p->frame_w;
     int64_t lines = s->h < p->frame_h - above ? s->h : p->frame_h - above,
             columns = s->w < p->frame_w - left ? s->w : p->frame_w - left;
-    if (lines < p->frame_h || columns < p->frame_w) memset(to, 0, p->frame * sizeof(REAL));
-    int whole = columns == p->frame_w && s->w == columns && s->x_row == s->w * s->x_column;
-    int64_t pieces = whole ? 1 : lines, run = whole ? lines * columns : columns;
-    REAL *first = to + (above * p->frame_w + left) * s->c;
+    const int whole = columns == p->frame_w && s->w == columns && s->x_row == s->w * s->x_column;
+    const int64_t line = p->frame_w * s->c, edge = (p->frame_w - columns) * s->c;
+    if (lines <= 0 || columns <= 0) {
+        memset(to, 0, p->frame * sizeof(REAL));
+        return;
+    }
+    /* zeros before the first pixel, between two lines, and after the last pixel */
+    REAL *first = to + above * line + left * s->c, *last = first + lines * line - edge,
+         *end = to + p->frame;
+    memset(to, 0, (first - to) * sizeof(REAL));
+    for (REAL *gap = first + line - edge; edge && gap < last; gap += line)
+        memset(gap, 0, edge * sizeof(REAL));
+    memset(last, 0, (end - last) * sizeof(REAL));
     if (s->x_column != 1) { /* channels are side by side already */
-        for (int64_t y = 0; y < pieces; y++)
-            for (int64_t k = 0; k < run; k++)
-                memcpy(first + (y * p->frame_w + k) * s->c, x + y * s->x_row + k * s->x_column,
+        for (int64_t y = 0; y < lines; y++)
+            for (int64_t k = 0; k < columns; k++)
+                memcpy(first + y * line + k * s->c, x + y * s->x_row + k * s->x_column,
                        s->c * sizeof(REAL));
         return;
     }
-    /* four whole channels at a time, so that memory is read in order */
-    for (int64_t c = 0; c < s->c; c += 4)
-        for (int64_t y = 0; y < pieces; y++)
-            NAME(transpose)(x + c * s->x_channel + y * s->x_row, s->x_channel,
-                            first + y * p->frame_w * s->c + c, s->c, s->c - c < 4 ? s->c - c : 4,
-                            run);
+    /* Some lines at a time, which stay in the cache until all channels are in them. Four channels
+       at a time, so that memory is read in order. */
+    const int64_t most = LINES_AT_ONCE / line + 1;
+    for (int64_t from = 0; from < lines; from += most) {
+        const int64_t some = AT_MOST(most, lines - from), once = whole ? some : 1;
+        for (int64_t c = 0; c < s->c; c += 4)
+            for (int64_t y = from; y < from + some; y += once)
+                NAME(transpose)(x + c * s->x_channel + y * s->x_row, s->x_channel,
+                                first + y * line + c, s->c, AT_MOST(4, s->c - c), once * columns);
+    }
 }
 
 /* Copy the taps of each output pixel side by side. A tap is copied in fours: the next tap
@@ -82,8 +95,7 @@ static void NAME(join)(const Convolution *s, const NAME(plan) * p, const REAL *f
                 REAL *run = to + y * s->ow * p->joined + column;
                 if (column + 4 <= p->joined)
                     for (int64_t x = 0; x < s->ow; x++)
-                        *(NAME(quad) *)(run + x * p->joined) =
-                            *(const NAME(quad) *)(from + x * step);
+                        QUAD(run + x * p->joined) = QUAD(from + x * step);
                 else
                     for (int64_t x = 0; x < s->ow; x++)
                         memcpy(run + x * p->joined, from + x * step,
@@ -151,14 +163,16 @@ static inline void NAME(block)(const Convolution *s, const NAME(plan) *p, const 
             place = from * p->ld + panel->in_sums;
     NAME(tiles)[mr - 1][panel->nv - 1][own ? NORMS : spread ? SUM : PLAIN](
         units, n, deltas + units * n * p->r * from, b, at, S + place,
-        spread ? (void *)spread : W + place, p->ld, panel->valid, share, own);
+        spread ? (void *)spread : W + place, p->ld, panel->valid, share, own, 0, 0);
 }
 
-/* Compute one part. Return the size of the scratch memory that this needs, in numbers; if `scratch`
-   is NULL, do nothing else. `bias` is [images, wide]. Without W, each thread adds its part of the
-   sum of W to `extra`; with W and `extra`, its part of each sample's norm: see dense.h. */
-static int64_t NAME(part)(const Convolution *s, const REAL *x, const REAL *delta, REAL *S, REAL *W,
-                          REAL *bias, REAL *scratch, double *extra, int64_t wide, int threads) {
+/* Compute one part. `again`, if given, gets the same S. Return the size of the scratch memory that
+   this needs, in numbers; if `scratch` is NULL, do nothing else. `bias` is [images, wide]. Without
+   W, each thread adds its part of the sum of W to `extra`; with W and `extra`, its part of each
+   sample's norm: see dense.h. */
+static int64_t NAME(part)(const Convolution *s, const REAL *x, const REAL *delta, REAL *S,
+                          REAL *again, REAL *W, REAL *bias, REAL *scratch, double *extra,
+                          int64_t wide, int threads) {
     const int alone = extra && !W;
     const int64_t both = alone ? 1 : 2; /* sums: S and W, or S */
     const int64_t batch = s->images / s->per;
@@ -259,34 +273,41 @@ static int64_t NAME(part)(const Convolution *s, const REAL *x, const REAL *delta
             if (alone) extra[THREAD] += squares;
         }
     }
-    /* from [o, taps, places of a tap, c] to [o, c, kh, kw] */
-    const int64_t step = p.joined ? p.width : p.padded, places = s->kh * s->kw;
+    /* from [o, taps, places of a tap, c] to [o, c, kh, kw]; all taps at once, if the places of all
+       are equally far apart */
+    const int64_t step = p.joined ? p.width : p.padded, places = s->kh * s->kw,
+                  of_tap = places / p.taps,
+                  at_once = of_tap == 1 || step == p.width ? places : of_tap,
+                  apart = of_tap == 1 ? step : s->c;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t o = 0; o < s->o; o++)
         for (int k = 0; k < both; k++) {
             REAL *sum = scratch + k * kernel + o * p.ld, *to = (k ? W : S) + o * s->c * places;
             for (int64_t t = 1; t < rooms; t++)
                 for (int64_t j = 0; j < p.ld; j++) sum[j] += sum[t * each + j];
-            for (int64_t tap = 0; tap < p.taps; tap++)
-                NAME(transpose)(sum + tap * step, s->c, to + tap * (places / p.taps), places,
-                                places / p.taps, s->c);
+            for (int64_t place = 0; place < places; place += at_once)
+                NAME(transpose)(sum + place / of_tap * step, apart, to + place, places, at_once,
+                                s->c);
+            if (again && !k) memcpy(again + (to - S), to, s->c * places * sizeof(REAL));
         }
     return needs;
 }
 
-static void NAME(conv_of)(const REAL *x, const REAL *delta, REAL *S, REAL *W, REAL *bias,
-                          REAL *scratch, double *extra, Convolution *whole, int threads) {
+static void NAME(conv_of)(const REAL *x, const REAL *delta, REAL *S, REAL *again, REAL *W,
+                          REAL *bias, REAL *scratch, double *extra, Convolution *whole,
+                          int threads) {
     Convolution s = *whole;
     s.c /= s.parts;
     s.o /= s.parts;
     const int64_t sums = s.images * whole->o, weights = s.o * s.c * s.kh * s.kw;
     if (!scratch) {
-        whole->scratch = sums + NAME(part)(&s, x, delta, S, W, bias, scratch, 0, whole->o, threads);
+        whole->scratch =
+            sums + NAME(part)(&s, x, delta, S, again, W, bias, scratch, 0, whole->o, threads);
         return;
     }
     for (int64_t k = 0; k < s.parts; k++)
         NAME(part)(&s, x + k * s.c * s.x_channel, delta + k * s.o * s.d_channel, S + k * weights,
-                   W ? W + k * weights : 0, bias ? scratch + k * s.o : 0, scratch + sums, extra,
-                   whole->o, threads);
+                   again ? again + k * weights : 0, W ? W + k * weights : 0,
+                   bias ? scratch + k * s.o : 0, scratch + sums, extra, whole->o, threads);
     if (bias) NAME(bias)(scratch, bias, s.images / s.per, s.per, s.groups, whole->o);
 }

@@ -8,7 +8,10 @@
 
    If only the sum of all elements of W is wanted (SUM), a tile adds its part to one number in
    double precision, and W is not written. With NORMS, it also adds up C_u^2 over the tile's output
-   features, for each unit u by itself, in `own`. Only the first `valid` numbers of a row count. */
+   features, for each unit u by itself, in `own`. Only the first `valid` numbers of a row count.
+
+   A tile adds to S and W; if they are `fresh`, it overwrites what they hold. `again`, if given,
+   gets the same S. */
 #ifndef DENSE
 #define DENSE
 enum { PLAIN, SUM, NORMS, MODES };
@@ -24,8 +27,11 @@ typedef struct {
 static inline __attribute__((always_inline)) void
 NAME(tile)(const int mr, const int nv, const int mode, int64_t units, int64_t n, const REAL *a,
            const REAL *b, const NAME(lines) *at, REAL *restrict S, void *restrict W, int64_t ld,
-           int64_t valid, REAL share, REAL *restrict own) {
+           int64_t valid, REAL share, REAL *restrict own, REAL *restrict again, int fresh) {
     const int alone = mode == SUM;
+    /* one loop over all lines: each further loop would hold registers */
+    const int64_t inner = at->inner, inner_step = at->inner_step, outer_step = at->outer_step,
+                  lines = n * at->outer, rest = at->sample - at->outer * outer_step;
     /* a few groups at a time: one long chain of additions would drift */
     for (int64_t first = 0; first < units; first += CHAIN) {
         NAME(vec) total[MR][NV], square[MR][NV], all[NV] = {{0}};
@@ -35,16 +41,20 @@ NAME(tile)(const int mr, const int nv, const int mode, int64_t units, int64_t n,
             NAME(vec) c[MR][NV];
             UNROLL for (int m = 0; m < mr; m++)
                 UNROLL for (int v = 0; v < nv; v++) c[m][v] = (NAME(vec)){0};
-            for (int64_t s = 0; s < n; s++, b += at->sample)
-                for (int64_t j = 0; j < at->outer; j++) {
-                    const REAL *row = b + j * at->outer_step;
-                    for (int64_t i = 0; i < at->inner; i++, row += at->inner_step, a += mr) {
-                        NAME(vec) x[NV];
-                        UNROLL for (int v = 0; v < nv; v++) x[v] = AT(row + v * LANES);
-                        UNROLL for (int m = 0; m < mr; m++)
-                            UNROLL for (int v = 0; v < nv; v++) c[m][v] += x[v] * a[m];
-                    }
+            for (int64_t j = 0, left = at->outer; j < lines; j++) {
+                const REAL *row = b;
+                for (int64_t i = 0; i < inner; i++, row += inner_step, a += mr) {
+                    NAME(vec) x[NV];
+                    UNROLL for (int v = 0; v < nv; v++) x[v] = AT(row + v * LANES);
+                    UNROLL for (int m = 0; m < mr; m++)
+                        UNROLL for (int v = 0; v < nv; v++) c[m][v] += x[v] * a[m];
                 }
+                b += outer_step;
+                if (!--left) {
+                    left = at->outer;
+                    b += rest;
+                }
+            }
             UNROLL for (int m = 0; m < mr; m++)
                 UNROLL for (int v = 0; v < nv; v++) {
                     total[m][v] += c[m][v];
@@ -63,8 +73,15 @@ NAME(tile)(const int mr, const int nv, const int mode, int64_t units, int64_t n,
         }
         UNROLL for (int m = 0; m < mr; m++)
             UNROLL for (int v = 0; v < nv; v++) {
-                AT(S + m * ld + v * LANES) += total[m][v];
-                if (!alone) AT((REAL *)W + m * ld + v * LANES) += square[m][v] * share;
+                const int64_t place = m * ld + v * LANES;
+                square[m][v] *= share;
+                if (!fresh || first) {
+                    total[m][v] += AT(S + place);
+                    if (!alone) square[m][v] += AT((REAL *)W + place);
+                }
+                AT(S + place) = total[m][v];
+                if (!alone) AT((REAL *)W + place) = square[m][v];
+                if (again) AT(again + place) = total[m][v];
             }
         if (alone)
             for (int v = 0; v < valid; v++)
@@ -75,26 +92,25 @@ NAME(tile)(const int mr, const int nv, const int mode, int64_t units, int64_t n,
 #define TILE(M, V, MODE)                                                                           \
     static __attribute__((noinline)) void NAME(tile##M##x##V##MODE)(                               \
         int64_t units, int64_t n, const REAL *a, const REAL *b, const NAME(lines) *at, REAL *S,    \
-        void *W, int64_t ld, int64_t valid, REAL share, REAL *own) {                               \
-        NAME(tile)(M, V, MODE, units, n, a, b, at, S, W, ld, valid, share, own);                   \
+        void *W, int64_t ld, int64_t valid, REAL share, REAL *own, REAL *again, int fresh) {       \
+        NAME(tile)(M, V, MODE, units, n, a, b, at, S, W, ld, valid, share, own, again, fresh);     \
     }
 #define TILES(M)                                                                                   \
     TILE(M, 1, PLAIN) TILE(M, 2, PLAIN) TILE(M, 1, SUM) TILE(M, 2, SUM)                            \
     TILE(M, 1, NORMS) TILE(M, 2, NORMS)
 TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6)
-#if MR == 12
-TILES(7) TILES(8) TILES(9) TILES(10) TILES(11) TILES(12)
+#if MR == 7
+TILES(7)
 #endif
 typedef void (*NAME(tile_of))(int64_t, int64_t, const REAL *, const REAL *, const NAME(lines) *,
-                              REAL *, void *, int64_t, int64_t, REAL, REAL *);
+                              REAL *, void *, int64_t, int64_t, REAL, REAL *, REAL *, int);
 #define EACH(M, V)                                                                                 \
     {NAME(tile##M##x##V##PLAIN), NAME(tile##M##x##V##SUM), NAME(tile##M##x##V##NORMS)}
 #define BOTH(M) {EACH(M, 1), EACH(M, 2)}
-static const NAME(tile_of) NAME(tiles)[MR][NV][MODES] = {BOTH(1),  BOTH(2), BOTH(3), BOTH(4),
-                                                         BOTH(5),  BOTH(6),
-#if MR == 12
-                                                         BOTH(7),  BOTH(8), BOTH(9), BOTH(10),
-                                                         BOTH(11), BOTH(12)
+static const NAME(tile_of) NAME(tiles)[MR][NV][MODES] = {BOTH(1), BOTH(2), BOTH(3),
+                                                         BOTH(4), BOTH(5), BOTH(6),
+#if MR == 7
+                                                         BOTH(7)
 #endif
 };
 #undef TILE
@@ -102,50 +118,55 @@ static const NAME(tile_of) NAME(tiles)[MR][NV][MODES] = {BOTH(1),  BOTH(2), BOTH
 #undef EACH
 #undef BOTH
 
-/* Output features are divided into blocks of about equal size, at most one tile high. Their sizes
-   are multiples of MR/3, except for the last. These are the number of blocks, and the first feature
-   of block k. */
+/* Output features are divided into blocks of about equal size, at most one tile high. These are the
+   number of blocks, and the first feature of block k. */
 static inline int64_t NAME(blocks_of)(int64_t features) { return (features + MR - 1) / MR; }
 static inline int64_t NAME(begin)(int64_t k, int64_t features) {
-    const int64_t some = MR / 3, blocks = NAME(blocks_of)(features),
-                  all = (features + some - 1) / some;
-    return k < blocks ? k * all / blocks * some : features;
+    return k * features / NAME(blocks_of)(features);
 }
 
-typedef REAL NAME(quad)
-    __attribute__((vector_size(4 * sizeof(REAL)), aligned(sizeof(REAL)), may_alias));
 typedef INT NAME(places) __attribute__((vector_size(4 * sizeof(REAL)))); /* for SHUFFLE */
+
+/* to[j*step + i] = from[i*stride + j] for four rows; if `rows` is less than 4, the last row stands
+   for those that are missing. Return the number of columns that were copied: a multiple of 4. */
+static inline int64_t NAME(four)(const REAL *from, int64_t stride, REAL *to, int64_t step,
+                                 int64_t rows, int64_t columns) {
+    const REAL *second = from + (rows > 1 ? stride : 0), *third = second + (rows > 2 ? stride : 0),
+               *fourth = third + (rows > 3 ? stride : 0);
+    int64_t j = 0;
+    for (; j + 4 <= columns; j += 4) {
+        NAME(quad) a = QUAD(from + j), b = QUAD(second + j);
+        NAME(quad) c = QUAD(third + j), d = QUAD(fourth + j);
+        NAME(quad) ab = SHUFFLE(a, b, 0, 4, 1, 5), cd = SHUFFLE(c, d, 0, 4, 1, 5);
+        NAME(quad) ab2 = SHUFFLE(a, b, 2, 6, 3, 7), cd2 = SHUFFLE(c, d, 2, 6, 3, 7);
+        QUAD(to + j * step) = SHUFFLE(ab, cd, 0, 1, 4, 5);
+        QUAD(to + (j + 1) * step) = SHUFFLE(ab, cd, 2, 3, 6, 7);
+        QUAD(to + (j + 2) * step) = SHUFFLE(ab2, cd2, 0, 1, 4, 5);
+        QUAD(to + (j + 3) * step) = SHUFFLE(ab2, cd2, 2, 3, 6, 7);
+    }
+    return j;
+}
 
 /* to[j*step + i] = from[i*stride + j] */
 static inline void NAME(transpose)(const REAL *restrict from, int64_t stride, REAL *restrict to,
                                    int64_t step, int64_t rows, int64_t columns) {
-    int64_t i = 0;
     if (rows == 1 && step == 1) {
         memcpy(to, from, columns * sizeof(REAL));
         return;
     }
-    for (; i + 4 <= rows; i += 4) {
-        const REAL *f = from + i * stride;
-        REAL *t = to + i;
-        int64_t j = 0;
-        for (; j + 4 <= columns; j += 4) {
-            NAME(quad) a = *(const NAME(quad) *)(f + j), b = *(const NAME(quad) *)(f + stride + j);
-            NAME(quad) c = *(const NAME(quad) *)(f + 2 * stride + j),
-                       d = *(const NAME(quad) *)(f + 3 * stride + j);
-            NAME(quad) ab = SHUFFLE(a, b, 0, 4, 1, 5),
-                       cd = SHUFFLE(c, d, 0, 4, 1, 5);
-            NAME(quad) ab2 = SHUFFLE(a, b, 2, 6, 3, 7),
-                       cd2 = SHUFFLE(c, d, 2, 6, 3, 7);
-            *(NAME(quad) *)(t + j * step) = SHUFFLE(ab, cd, 0, 1, 4, 5);
-            *(NAME(quad) *)(t + (j + 1) * step) = SHUFFLE(ab, cd, 2, 3, 6, 7);
-            *(NAME(quad) *)(t + (j + 2) * step) = SHUFFLE(ab2, cd2, 0, 1, 4, 5);
-            *(NAME(quad) *)(t + (j + 3) * step) = SHUFFLE(ab2, cd2, 2, 3, 6, 7);
-        }
-        for (; j < columns; j++)
-            for (int64_t k = 0; k < 4; k++) t[j * step + k] = f[k * stride + j];
+    const int64_t whole = rows / 4 * 4, left = rows - whole;
+    int64_t done = 0;
+    /* Four rows in place of the last one to three: what is too much lies at the beginning of the
+       next column, which is written afterwards. So the last column is copied by itself. */
+    if (left && step == rows)
+        done = NAME(four)(from + whole * stride, stride, to + whole, step, left, columns - 1);
+    for (int64_t i = whole; i < rows; i++)
+        for (int64_t j = done; j < columns; j++) to[j * step + i] = from[i * stride + j];
+    for (int64_t i = 0; i < whole; i += 4) {
+        done = NAME(four)(from + i * stride, stride, to + i, step, 4, columns);
+        for (int64_t j = done; j < columns; j++)
+            for (int64_t k = i; k < i + 4; k++) to[j * step + k] = from[k * stride + j];
     }
-    for (; i < rows; i++)
-        for (int64_t j = 0; j < columns; j++) to[j * step + i] = from[i * stride + j];
 }
 
 /* to[j*step + k] = from[j*stride + k], for rows of a few numbers. Whole vectors are copied: the
@@ -236,18 +257,16 @@ static void NAME(take_own)(double *restrict norms, REAL *restrict own, int64_t u
     }
 }
 
-/* Compute S and W [o, i] of dense layers from delta [b, r, o] and a [b, r, i]; with `bias`, also
-   both sums of the bias, [2, o]. Without W, each thread adds its part of the sum of W to `extra`.
-   With W and `extra`, each thread adds its part of each sample's norm to `extra`: see NORMS_OF.
- */
-static void NAME(outer_of)(const REAL *delta, const REAL *a, REAL *S, REAL *W, REAL *bias,
-                           REAL *scratch, double *extra, int64_t batch, int64_t groups, int64_t r,
-                           int64_t o, int64_t i, int64_t at_once, int threads) {
+/* Compute S and W, [o, i], of dense layers from delta [b, r, o] and a [b, r, i]; `again`, if given,
+   gets the same S. With `bias`, also compute both sums of the bias, [2, o]. Without W, each thread
+   adds its part of the sum of W to `extra`. With W and `extra`, each thread adds its part of each
+   sample's norm to `extra`: see NORMS_OF. */
+static void NAME(outer_of)(const REAL *delta, const REAL *a, REAL *S, REAL *again, REAL *W,
+                           REAL *bias, REAL *scratch, double *extra, int64_t batch, int64_t groups,
+                           int64_t r, int64_t o, int64_t i, int64_t at_once, int threads) {
     const int mode = !extra ? PLAIN : W ? NORMS : SUM, alone = mode == SUM;
     REAL *sums = scratch; /* sums of delta over the rows of each sample */
     scratch += bias ? batch * o : 0;
-    NAME(clear)(S, o * i, threads);
-    if (W) NAME(clear)(W, o * i, threads);
     const int64_t width = NV * LANES, panels = (i + width - 1) / width, blocks = NAME(blocks_of)(o);
     const NAME(groups) all = {groups, batch / groups, batch % groups};
     for (int64_t first = 0; first < groups;) {
@@ -291,24 +310,26 @@ static void NAME(outer_of)(const REAL *delta, const REAL *a, REAL *S, REAL *W, R
                 for (int64_t k = part * blocks / split; k < (part + 1) * blocks / split; k++) {
                     int64_t feature = NAME(begin)(k, o), mr = NAME(begin)(k + 1, o) - feature;
                     const REAL *deltas = scratch + rows * feature;
-                    REAL *total = S + feature * i + from,
-                         *square = alone ? 0 : W + feature * i + from;
+                    const int64_t place = feature * i + from;
+                    REAL *total = S + place, *square = alone ? 0 : W + place;
                     if (wide == nv * LANES)
                         NAME(tiles)[mr - 1][nv - 1][mode](units, 1, deltas, panel, &at, total,
                                                           alone ? (void *)&squares : square, i,
-                                                          wide, share, own);
+                                                          wide, share, own,
+                                                          again ? again + place : 0, !first);
                     else { /* the last panel is narrower than its vectors */
-                        REAL t[MR * NV * VECTOR / sizeof(REAL)] = {0},
-                                                  q[MR * NV * VECTOR / sizeof(REAL)] = {0};
+                        REAL t[MR * NV * VECTOR / sizeof(REAL)], q[MR * NV * VECTOR / sizeof(REAL)];
                         NAME(tiles)[mr - 1][nv - 1][alone ? PLAIN : mode](
-                            units, 1, deltas, panel, &at, t, q, width, wide, share, own);
+                            units, 1, deltas, panel, &at, t, q, width, wide, share, own, 0, 1);
                         for (int64_t m = 0; m < mr; m++)
                             for (int64_t v = 0; v < wide; v++) {
-                                total[m * i + v] += t[m * width + v];
+                                const int64_t from_tile = m * width + v, to = m * i + v;
+                                total[to] = t[from_tile] + (first ? total[to] : 0);
+                                if (again) again[place + to] = total[to];
                                 if (alone)
-                                    squares += q[m * width + v];
+                                    squares += q[from_tile];
                                 else
-                                    square[m * i + v] += q[m * width + v];
+                                    square[to] = q[from_tile] + (first ? square[to] : 0);
                             }
                     }
                 }

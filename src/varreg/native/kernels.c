@@ -13,11 +13,12 @@ extern int omp_get_thread_num(void); /* clang has no omp.h of its own; see threa
 
 #include "tasks.h"
 
-/* Vectors, in bytes, and a tile of products that fits the processor's registers: MR features times
-   NV vectors. */
+/* Vectors, in bytes, and a tile of products: MR features times NV vectors. With AVX-512, a tile and
+   its sum over units fit the processor's registers together; with a higher tile, short units would
+   wait for the memory of that sum. */
 #if defined(__AVX512F__)
 #define VECTOR 64
-#define MR 12
+#define MR 7
 #elif defined(__AVX__)
 #define VECTOR 32
 #define MR 6
@@ -29,6 +30,7 @@ extern int omp_get_thread_num(void); /* clang has no omp.h of its own; see threa
 
 #define LANES ((int64_t)(VECTOR / sizeof(REAL)))
 #define AT(p) (*(NAME(vec) *)(p)) /* a vector, at any address */
+#define QUAD(p) (*(NAME(quad) *)(p)) /* four numbers */
 #if defined(__clang__) || __GNUC__ >= 12
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
@@ -40,6 +42,8 @@ extern int omp_get_thread_num(void); /* clang has no omp.h of its own; see threa
 #define UINT uint32_t
 #define NAME(x) x##_float32
 typedef REAL NAME(vec) __attribute__((vector_size(VECTOR), aligned(sizeof(REAL)), may_alias));
+typedef REAL NAME(quad)
+    __attribute__((vector_size(4 * sizeof(REAL)), aligned(sizeof(REAL)), may_alias));
 #include "lambda.h"
 #include "noise_sums.h"
 #include "step.h"
@@ -60,6 +64,8 @@ typedef REAL NAME(vec) __attribute__((vector_size(VECTOR), aligned(sizeof(REAL))
 #define UINT uint64_t
 #define NAME(x) x##_float64
 typedef REAL NAME(vec) __attribute__((vector_size(VECTOR), aligned(sizeof(REAL)), may_alias));
+typedef REAL NAME(quad)
+    __attribute__((vector_size(4 * sizeof(REAL)), aligned(sizeof(REAL)), may_alias));
 #include "lambda.h"
 #include "noise_sums.h"
 #include "step.h"

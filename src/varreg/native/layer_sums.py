@@ -8,6 +8,7 @@ engine/rules/embedding.py.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -97,23 +98,36 @@ def outer(
         return None
     delta, a = delta.contiguous(), a.contiguous()
     threads = _threads(b * r * o * i)
-    total = delta.new_empty(o, i)
-    square = a.new_zeros(threads, dtype=torch.float64) if sum_only else torch.empty_like(total)
-    if total.numel() >= LARGE_PAGES:
-        ask_large_pages(total, square)
+    total, again, square = _new_sums(delta, (o, i), threads if sum_only else 0)
     both = delta.new_empty(2, o) if bias else None
     row = o + PANEL * threads  # packed numbers per row
     group = -(-b // groups) * r  # rows of the largest group
     at_once = min(max(1, PACKED // (group * row)), groups)
     memory = _SCRATCH.room(b * o + group * at_once * row + 2 * PANEL * (threads + 1), delta)
-    name, sizes = "outer_spread" if sum_only else "outer", (b, groups, r, o, i, at_once)
-    if norms and groups == b and not sum_only:
+    sizes = b, groups, r, o, i, at_once
+    if sum_only:
+        library.call("outer_spread", (delta, a, total, square, both, memory), sizes, (), threads)
+        return Sums(total, square, both)
+    if norms and groups == b:
         extra = _extra(b, threads)
-        tensors = (delta, a, total, square, extra, both, memory)
+        tensors = delta, a, total, again, square, extra, both, memory
         library.call("outer_norms", tensors, sizes, (), threads)
-        return Sums(total, square, both, norms=extra[:b])
-    library.call(name, (delta, a, total, square, both, memory), sizes, (), threads)
-    return Sums(total, square, both)
+        return Sums(total, square, both, again, extra[:b])
+    library.call("outer", (delta, a, total, again, square, both, memory), sizes, (), threads)
+    return Sums(total, square, both, again)
+
+
+def _new_sums(
+    like: Tensor, shape: tuple[int, ...], parts: int = 0
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return memory for S, for a second S and for W. With `parts`, return memory for so many parts
+    of the sum of W in place of W, and no second S.
+    """
+    total, again = like.new_empty(shape), None if parts else like.new_empty(shape)
+    square = like.new_zeros(parts, dtype=torch.float64) if parts else like.new_empty(shape)
+    if total.numel() >= LARGE_PAGES:
+        ask_large_pages(total, square, total if again is None else again)
+    return total, again, square
 
 
 def single_rows(
@@ -131,10 +145,9 @@ def single_rows(
         return None
     delta, a = delta.contiguous(), a.contiguous()
     threads = _threads(b * o * i)
-    total, again, square = delta.new_empty(o, i), delta.new_empty(o, i), delta.new_empty(o, i)
+    total, again, square = _new_sums(delta, (o, i))
+    assert again is not None
     both = (delta.new_empty(o), delta.new_empty(o)) if bias else ()
-    if o * i >= LARGE_PAGES:
-        ask_large_pages(total, again, square)
     memory = _SCRATCH.room(b * (i + PANEL * (1 + 2 * threads)), delta)
     together = max(1, SHARED_ROWS // (b * PANEL))
     tensors = (delta, a, total, again, square, memory, *(both or (None, None)))
@@ -175,7 +188,6 @@ def conv(
         return None
     depthwise, o = 1 < parts == x.shape[1], delta.shape[1]
     weight = (o, x.shape[1] // parts, *kernel)
-    total = x.new_empty(weight)
     both = x.new_empty(2, o) if bias else None
     if x.dim() == 3:
         x, delta = x.unsqueeze(2), delta.unsqueeze(2)
@@ -185,25 +197,26 @@ def conv(
             (0, *padding),
             (1, *dilation),
         )
-    (x, x_last), (delta, delta_last) = _in_order(x, depthwise), _in_order(delta, depthwise)
+    (x, x_last), (delta, delta_last) = _in_order((x, delta), depthwise)
     how = kernel, stride, padding, dilation
-    threads = _threads(delta.numel() * total[0].numel())
+    threads = _threads(delta.numel() * math.prod(weight[1:]))
+    total, again, square = _new_sums(x, weight, threads if sum_only else 0)
     shape = _shape(
         x.shape, x_last, delta.shape, delta_last, how, groups, per, parts, x.dtype, threads
     )
     memory = _SCRATCH.room(shape.scratch, x)
-    square = x.new_zeros(threads, dtype=torch.float64) if sum_only else torch.empty_like(total)
-    if total.numel() >= LARGE_PAGES:
-        ask_large_pages(total, square)
     batch = x.shape[0] // per
-    if norms and groups == batch and not (sum_only or depthwise):
+    if sum_only or depthwise:
+        name = ("depthwise" if depthwise else "conv") + "_spread" * sum_only
+        library.call(name, (x, delta, total, square, both, memory), (), (), threads, shape)
+        return Sums(total, square, both)
+    if norms and groups == batch:
         extra = _extra(batch, threads)
-        tensors = (x, delta, total, square, extra, both, memory)
+        tensors = x, delta, total, again, square, extra, both, memory
         library.call("conv_norms", tensors, (), (), threads, shape)
-        return Sums(total, square, both, norms=extra[:batch])
-    name = ("depthwise" if depthwise else "conv") + "_spread" * sum_only
-    library.call(name, (x, delta, total, square, both, memory), (), (), threads, shape)
-    return Sums(total, square, both)
+        return Sums(total, square, both, again, extra[:batch])
+    library.call("conv", (x, delta, total, again, square, both, memory), (), (), threads, shape)
+    return Sums(total, square, both, again)
 
 
 def lookup(
@@ -267,7 +280,7 @@ def _shape(
     )  # fmt: skip
     # called without tensors, it only writes the size of its scratch memory
     nothing = torch.empty(0, dtype=dtype, device="cpu")
-    library.call("conv", (nothing, *(None,) * 5), (), (), threads, shape)
+    library.call("conv", (nothing, *(None,) * 6), (), (), threads, shape)
     return shape
 
 
@@ -276,16 +289,16 @@ def _strides(shape: torch.Size, last: bool) -> tuple[int, int, int, int]:
     return (c * h * w, 1, w * c, c) if last else (c * h * w, h * w, w, 1)
 
 
-def _in_order(t: Tensor, strictly: bool) -> tuple[Tensor, bool]:
-    """Return `[b, c, h, w]` in one of two memory layouts, and whether channels are last. With
-    `strictly`, channels are never last.
+def _in_order(images: tuple[Tensor, ...], strictly: bool) -> list[tuple[Tensor, bool]]:
+    """Return each of some `[b, c, h, w]` in one of two memory layouts, and whether channels are
+    last. With `strictly`, channels are never last.
     """
-    last = (
-        not strictly
-        and not t.is_contiguous()
-        and t.is_contiguous(memory_format=torch.channels_last)
-    )
-    return t if last else t.contiguous(), last
+    ordered = []
+    for t in images:
+        may_be = not strictly and not t.is_contiguous()
+        last = may_be and t.is_contiguous(memory_format=torch.channels_last)
+        ordered.append((t if last else t.contiguous(), last))
+    return ordered
 
 
 def _threads(products: int) -> int:

@@ -9,9 +9,10 @@
 static inline double NAME(lanes)(NAME(vec) a) {
     REAL part[VECTOR / sizeof(REAL)];
     AT(part) = a;
-    for (int64_t half = LANES / 2; half; half /= 2)
-        for (int64_t k = 0; k < half; k++) part[k] += part[k + half];
-    return part[0];
+    if (LANES < 4) return part[0] + part[1];
+    NAME(quad) sum = QUAD(part);
+    for (int64_t k = 4; k < LANES; k += 4) sum += QUAD(part + k);
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
 /* Return sum x. Four registers hide the latency of additions. */

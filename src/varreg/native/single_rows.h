@@ -1,7 +1,8 @@
-/* S and W of dense layers with one row for each sample: S = delta' a, and W the same of squares.
-   Included after dense.h, once for each REAL. The definition in PyTorch is Outer.sums_with_bias in
-   engine/contribution.py. The letters are the same. A tile is MR output features times NV vectors
-   of input features, as in dense.h. */
+/* S and W of dense layers with one row for each sample: S = delta' a, and W the same of squares, if
+   each group has one sample. Included after dense.h, once for each REAL. The definition in PyTorch
+   is Outer.sums_with_bias in engine/contribution.py. The letters are the same. A tile is MR output
+   features times NV vectors of input features, as in dense.h, which computes larger groups. Tiles
+   follow each other along the rows of S and W, so that memory is written in order. */
 
 #define ALL                                                                                        \
     _Pragma("GCC unroll 12") for (int m = 0; m < MR; m++)                                          \
@@ -30,37 +31,31 @@ NAME(product)(const int is_squared, int64_t rows, const REAL *d, const REAL *x, 
     }
 }
 
-/* Write S to `out` and to `again`, and W to `square`, of groups of rows. There are at most CHAIN
-   groups, whose sizes differ by one at most, larger ones first. */
-static inline void NAME(grouped)(int64_t rows, int64_t groups, const REAL *d, const REAL *x,
-                                 REAL *out, REAL *again, REAL *square, int64_t ld) {
-    NAME(vec) total[MR][NV], squares[MR][NV];
-    ALL total[m][v] = squares[m][v] = (NAME(vec)){0};
-    for (int64_t u = 0; u < groups; u++) {
-        const int64_t n = rows / groups + (u < rows % groups);
-        const REAL share = (REAL)1 / (REAL)n;
-        NAME(vec) c[MR][NV];
-        ALL c[m][v] = (NAME(vec)){0};
-        for (int64_t k = 0; k < n; k++, d += MR, x += NV * LANES) {
-            NAME(vec) row[NV];
-            for (int v = 0; v < NV; v++) row[v] = AT(x + v * LANES);
-            ALL c[m][v] += row[v] * d[m];
-        }
-        ALL {
-            total[m][v] += c[m][v];
-            squares[m][v] += c[m][v] * c[m][v] * share;
-        }
-    }
-    ALL {
-        AT(out + m * ld + v * LANES) = AT(again + m * ld + v * LANES) = total[m][v];
-        AT(square + m * ld + v * LANES) = squares[m][v];
-    }
-}
-
 /* The tile's part that is inside of the matrix, [high, wide], to its place. */
 static void NAME(put)(const REAL *tile, REAL *out, int64_t high, int64_t wide, int64_t ld) {
     for (int64_t m = 0; m < high; m++)
         memcpy(out + m * ld, tile + m * NV * LANES, wide * sizeof(REAL));
+}
+
+/* Write a tile of S, of a second S and of W, `ld` numbers from row to row; d has the rows of delta,
+   [b, MR], `squares` their squares, and x those of a. */
+static inline void NAME(single_tile)(int64_t b, NAME(groups) all, const REAL *d,
+                                     const REAL *squares, const REAL *x, REAL *S, REAL *again,
+                                     REAL *W, int64_t ld) {
+    if (all.count == b) {
+        NAME(product)(0, b, d, x, S, again, ld);
+        NAME(product)(1, b, squares, x, W, 0, ld);
+        return;
+    }
+    const int64_t width = NV * LANES;
+    for (int64_t first = 0; first < all.count;) {
+        const NAME(run) run = NAME(run_from)(first, all, all.count);
+        const NAME(lines) at = {run.n * width, 1, run.n, 0, width};
+        NAME(tiles)[MR - 1][NV - 1][PLAIN](run.end - first, 1, d + run.start * MR,
+                                           x + run.start * width, &at, S, W, ld, width,
+                                           (REAL)1 / (REAL)run.n, 0, again, !first);
+        first = run.end;
+    }
 }
 
 /* Compute S, a second S and W, all [o, i], from delta [b, o] and a [b, i]; and S and W of the bias,
@@ -68,6 +63,7 @@ static void NAME(put)(const REAL *tile, REAL *out, int64_t high, int64_t wide, i
 void NAME(single_rows)(const REAL *delta, const REAL *a, REAL *S, REAL *again, REAL *W,
                        REAL *scratch, REAL *bias_S, REAL *bias_W, int64_t b, int64_t groups,
                        int64_t o, int64_t i, int64_t together, int threads) {
+    const NAME(groups) all = {groups, b / groups, b % groups};
     const int64_t width = NV * LANES, panels = (i + width - 1) / width, blocks = (o + MR - 1) / MR,
                   parts = (panels + together - 1) / together;
     if (bias_S)
@@ -100,27 +96,15 @@ void NAME(single_rows)(const REAL *delta, const REAL *a, REAL *S, REAL *again, R
             for (int64_t p = from; p < to; p++) {
                 const REAL *x = scratch + p * b * width;
                 const int64_t at = first * i + p * width, wide = AT_MOST(width, i - p * width);
-                if (groups < b) {
-                    REAL tile[3][MR * NV * VECTOR / sizeof(REAL)];
-                    const int is_whole = high == MR && wide == width;
-                    NAME(grouped)(b, groups, d, x, is_whole ? S + at : tile[0],
-                                  is_whole ? again + at : tile[1], is_whole ? W + at : tile[2],
-                                  is_whole ? i : width);
-                    if (is_whole) continue;
-                    NAME(put)(tile[0], S + at, high, wide, i);
-                    NAME(put)(tile[1], again + at, high, wide, i);
-                    NAME(put)(tile[2], W + at, high, wide, i);
-                } else if (high == MR && wide == width) {
-                    NAME(product)(0, b, d, x, S + at, again + at, i);
-                    NAME(product)(1, b, squares, x, W + at, 0, i);
-                } else {
-                    REAL tile[MR * NV * VECTOR / sizeof(REAL)];
-                    NAME(product)(0, b, d, x, tile, 0, width);
-                    NAME(put)(tile, S + at, high, wide, i);
-                    NAME(put)(tile, again + at, high, wide, i);
-                    NAME(product)(1, b, squares, x, tile, 0, width);
-                    NAME(put)(tile, W + at, high, wide, i);
+                if (high == MR && wide == width) {
+                    NAME(single_tile)(b, all, d, squares, x, S + at, again + at, W + at, i);
+                    continue;
                 }
+                REAL tiles[3][MR * NV * VECTOR / sizeof(REAL)];
+                NAME(single_tile)(b, all, d, squares, x, tiles[0], tiles[1], tiles[2], width);
+                NAME(put)(tiles[0], S + at, high, wide, i);
+                NAME(put)(tiles[1], again + at, high, wide, i);
+                NAME(put)(tiles[2], W + at, high, wide, i);
             }
         }
     }

@@ -1,16 +1,18 @@
 /* The kernels of layers, in two versions: one writes W; the other adds up only the sum of its
    elements, and each thread writes its part of the sum to `spread`. And lengths of gradients. The
    definitions in PyTorch are engine/contribution.py and engine/total_squares.py. */
-void NAME(outer)(const REAL *delta, const REAL *a, REAL *S, REAL *W, REAL *bias, REAL *scratch,
-                 int64_t batch, int64_t groups, int64_t r, int64_t o, int64_t i, int64_t at_once,
-                 int threads) {
-    NAME(outer_of)(delta, a, S, W, bias, scratch, 0, batch, groups, r, o, i, at_once, threads);
+void NAME(outer)(const REAL *delta, const REAL *a, REAL *S, REAL *again, REAL *W, REAL *bias,
+                 REAL *scratch, int64_t batch, int64_t groups, int64_t r, int64_t o, int64_t i,
+                 int64_t at_once, int threads) {
+    NAME(outer_of)(delta, a, S, again, W, bias, scratch, 0, batch, groups, r, o, i, at_once,
+                   threads);
 }
 
 void NAME(outer_spread)(const REAL *delta, const REAL *a, REAL *S, double *spread, REAL *bias,
                         REAL *scratch, int64_t batch, int64_t groups, int64_t r, int64_t o,
                         int64_t i, int64_t at_once, int threads) {
-    NAME(outer_of)(delta, a, S, 0, bias, scratch, spread, batch, groups, r, o, i, at_once, threads);
+    NAME(outer_of)(delta, a, S, 0, 0, bias, scratch, spread, batch, groups, r, o, i, at_once,
+                   threads);
 }
 
 /* Add the norms of all threads to those of the first. */
@@ -21,27 +23,28 @@ static void NAME(join_norms)(double *extra, int64_t batch, int threads) {
 
 /* With W, and with the squared norm of each sample's contribution at the beginning of `extra`:
    zeros, threads * batch * (1 + NV * LANES). Each group has one sample. */
-void NAME(outer_norms)(const REAL *delta, const REAL *a, REAL *S, REAL *W, double *extra,
-                       REAL *bias, REAL *scratch, int64_t batch, int64_t groups, int64_t r,
-                       int64_t o, int64_t i, int64_t at_once, int threads) {
-    NAME(outer_of)(delta, a, S, W, bias, scratch, extra, batch, groups, r, o, i, at_once, threads);
+void NAME(outer_norms)(const REAL *delta, const REAL *a, REAL *S, REAL *again, REAL *W,
+                       double *extra, REAL *bias, REAL *scratch, int64_t batch, int64_t groups,
+                       int64_t r, int64_t o, int64_t i, int64_t at_once, int threads) {
+    NAME(outer_of)(delta, a, S, again, W, bias, scratch, extra, batch, groups, r, o, i, at_once,
+                   threads);
     NAME(join_norms)(extra, batch, threads);
 }
 
-void NAME(conv_norms)(const REAL *x, const REAL *delta, REAL *S, REAL *W, double *extra, REAL *bias,
-                      REAL *scratch, Convolution *s, int threads) {
-    NAME(conv_of)(x, delta, S, W, bias, scratch, extra, s, threads);
+void NAME(conv_norms)(const REAL *x, const REAL *delta, REAL *S, REAL *again, REAL *W,
+                      double *extra, REAL *bias, REAL *scratch, Convolution *s, int threads) {
+    NAME(conv_of)(x, delta, S, again, W, bias, scratch, extra, s, threads);
     NAME(join_norms)(extra, s->images / s->per, threads);
 }
 
-void NAME(conv)(const REAL *x, const REAL *delta, REAL *S, REAL *W, REAL *bias, REAL *scratch,
-                Convolution *s, int threads) {
-    NAME(conv_of)(x, delta, S, W, bias, scratch, 0, s, threads);
+void NAME(conv)(const REAL *x, const REAL *delta, REAL *S, REAL *again, REAL *W, REAL *bias,
+                REAL *scratch, Convolution *s, int threads) {
+    NAME(conv_of)(x, delta, S, again, W, bias, scratch, 0, s, threads);
 }
 
 void NAME(conv_spread)(const REAL *x, const REAL *delta, REAL *S, double *spread, REAL *bias,
                        REAL *scratch, Convolution *s, int threads) {
-    NAME(conv_of)(x, delta, S, 0, bias, scratch, spread, s, threads);
+    NAME(conv_of)(x, delta, S, 0, 0, bias, scratch, spread, s, threads);
 }
 
 void NAME(depthwise)(const REAL *x, const REAL *delta, REAL *S, REAL *W, REAL *bias, REAL *scratch,
