@@ -50,6 +50,7 @@ typedef REAL NAME(vec) __attribute__((vector_size(VECTOR), aligned(sizeof(REAL))
 #include "convolution.h"
 #include "depthwise.h"
 #include "spread.h"
+#include "many_layers.h"
 #undef REAL
 #undef INT
 #undef UINT
@@ -70,3 +71,4 @@ typedef REAL NAME(vec) __attribute__((vector_size(VECTOR), aligned(sizeof(REAL))
 #include "convolution.h"
 #include "depthwise.h"
 #include "spread.h"
+#include "many_layers.h"
