@@ -10,7 +10,7 @@ needed: those of the compiler, of DDP and of FSDP. `tests/test_versions.py` chec
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -52,6 +52,8 @@ foreach_sign_into = torch._foreach_sign_
 foreach_clamp_min_into = torch._foreach_clamp_min_
 foreach_clamp_max_into = torch._foreach_clamp_max_
 foreach_norm = torch._foreach_norm
+# Cuts one tensor into many, as DDP does: a view for each would take a call of Python.
+unflatten: Callable[[Tensor, list[Tensor]], Sequence[Tensor]] = torch._C._nn.unflatten_dense_tensors
 # Whether a tensor has memory of its own. A tensor that a transform (vmap) wrapped has none, and the
 # public `untyped_storage` raises there.
 has_storage: Callable[[Tensor], bool] = torch._C._has_storage
@@ -88,6 +90,9 @@ from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 will_engine_execute = torch._C._will_engine_execute_node
 # The number of the running backward, −1 outside of any: a checkpoint runs a forward inside of one.
 current_graph_task = torch._C._current_graph_task_id
+# The node whose backward runs. Next to it are the nodes that accumulate gradients of parameters:
+# to make a view of each parameter for its node takes longer.
+current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node
 # Call a function when the running backward ends, after the last gradient was accumulated. DDP and
 # FSDP do the same. A hook on the last node would run too early.
 queue_callback: Callable[[Callable[[], None]], None] = (

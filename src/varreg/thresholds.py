@@ -19,6 +19,11 @@ must not fill the memory. A ResNet-18 has 68 plans, a GPT-2 about 200; the bound
 high.
 """
 
+SITES_TOGETHER = 1 << 21
+"""Elements of gradients and parameters that a compiled graph measures together, by one call of our
+operator: 8 MiB in float32, which stay in memory until then. Not measured further.
+"""
+
 MOST_CERTIFICATES = 1 << 8
 """The largest number of certificates of a compiled graph, one for each set of input shapes; above
 it, all are dropped. torch.compile itself stops compiling after eight sets of shapes, or makes the

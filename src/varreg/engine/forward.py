@@ -52,6 +52,8 @@ class Hook:
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
+    is_inside = join.is_inside
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
 
@@ -88,9 +90,8 @@ _leave_uncompiled = uncompiled(Leave.__call__, join.leave)
 def make_traceable_call(module: nn.Module) -> Callable[..., Any]:
     """Return a function that calls a module with its hooks, and that torch.compile can trace.
 
-    `torch.compile(module)` would call the hooks, and then trace `forward` alone, after our first
-    hook. As the module's `_compiled_call_impl`, this function is traced in place of `forward`. A
-    copy of the module, by deepcopy or pickle, does not have it.
+    `torch.compile(module)` would call the hooks, and then trace `forward` alone. This function, the
+    module's `_compiled_call_impl`, is traced in its place. Copies of the module do not have it.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:

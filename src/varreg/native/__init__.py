@@ -20,6 +20,7 @@ from varreg.native.layer_sums import (
     total,
 )
 from varreg.native.library import status
+from varreg.native.many_layers import LayerSizes, ManyLayers
 from varreg.native.noise_sums import noise_sums
 from varreg.native.reductions import (
     norm_channels,
@@ -33,6 +34,8 @@ from varreg.native.step import compare, lambdas, repeat, serves, update, varianc
 __all__ = [
     "KNOWS_SINGLE_ROWS",
     "WITH_NORMS",
+    "LayerSizes",
+    "ManyLayers",
     "compare",
     "contract",
     "conv",

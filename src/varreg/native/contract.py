@@ -48,7 +48,18 @@ class Increment(IntEnum):
     ADAM = 3
 
 
-ENUMS: tuple[type[IntEnum], ...] = (History, Form, Counts, Increment)
+class Layer(IntEnum):
+    """Layers whose sums can be computed with those of others, in one call."""
+
+    DENSE = 0
+    """A matrix product: S and W of its weight, and of its bias."""
+    NORM = 1
+    """A normalization of rows: S and W of its factor, and of its bias."""
+    VALUES = 2
+    """A parameter that is added: contributions are in memory."""
+
+
+ENUMS: tuple[type[IntEnum], ...] = (History, Form, Counts, Increment, Layer)
 
 
 def _fields(kind: type, names: str) -> list[tuple[str, type]]:
@@ -89,6 +100,15 @@ class Convolution(ctypes.Structure):
     )
 
 
+class LayerTask(ctypes.Structure):
+    """A layer whose sums are computed with those of others: see `tasks.h`."""
+
+    _fields_ = (
+        *_fields(ctypes.c_int64, "kind uses_threads batch groups r o i at_once weight bias centre"),
+        ("eps", ctypes.c_double),
+    )
+
+
 THRESHOLDS = (
     *("BLOCK", "CHAIN", "SUMS_AT_ONCE", "SHORT_SUM", "TOGETHER", "WORTH_THREADS"),
     *("SHARED_KERNEL", "SHARED_IMAGES", "OWN_IMAGES", "WORKERS", "PATIENCE"),
@@ -105,7 +125,7 @@ def header() -> str:
         prefix = enum.__name__.upper()
         lines += [f"#define {prefix}_{member.name} {member.value}" for member in enum]
         lines.append(f"#define {prefix}_KINDS {len(enum)}")
-    for struct in (Task, Convolution):
+    for struct in (Task, Convolution, LayerTask):
         name = struct.__name__
         checks = [f'_Static_assert(sizeof({name}) == {ctypes.sizeof(struct)}, "size of {name}");']
         checks += [

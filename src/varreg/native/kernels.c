@@ -54,6 +54,7 @@ typedef REAL NAME(quad)
 #include "convolution.h"
 #include "depthwise.h"
 #include "spread.h"
+#include "many_layers.h"
 #undef REAL
 #undef INT
 #undef UINT
@@ -76,3 +77,4 @@ typedef REAL NAME(quad)
 #include "convolution.h"
 #include "depthwise.h"
 #include "spread.h"
+#include "many_layers.h"

@@ -105,6 +105,15 @@ def for_tasks(name: str, dtype: torch.dtype) -> Any:
 
 
 @functools.cache
+def for_layers(dtype: torch.dtype) -> Any:
+    """Return the library function that computes the sums of several layers."""
+    function = getattr(load()[0], f"many_layers_{REALS[dtype]}")
+    function.argtypes = [ctypes.c_int64, *(ctypes.c_void_p,) * 5, ctypes.c_int]
+    function.restype = None
+    return function
+
+
+@functools.cache
 def function(name: str, dtype: torch.dtype, pointers: int, sizes: int, numbers: int) -> Any:
     """Return a library function with that number of pointers, sizes and numbers as arguments; the
     last argument is the number of threads.

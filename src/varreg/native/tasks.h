@@ -66,3 +66,15 @@ typedef struct {
     int64_t scratch; /* out: the scratch memory that it needs, in numbers */
 } Convolution;
 CHECK_CONVOLUTION
+
+/* A layer whose sums are computed with those of others: contributions of `batch` samples in
+   `groups`, from delta [batch, r, o] and, for a dense layer, its input [batch, r, i]. */
+typedef struct {
+    int64_t kind, uses_threads; /* LAYER_...; 0 or 1 */
+    int64_t batch, groups, r, o, i;
+    int64_t at_once;      /* groups that a dense layer packs at a time */
+    int64_t weight, bias; /* where their sums begin in S and in W; -1 without a bias */
+    int64_t centre;       /* a normalization: 1 if it subtracts the mean */
+    double eps;           /* of a normalization */
+} LayerTask;
+CHECK_LAYERTASK

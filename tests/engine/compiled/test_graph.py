@@ -51,6 +51,10 @@ def rows(n=6):
     return torch.randn(n, 5, 4)
 
 
+def vectors(n=6):
+    return torch.randn(n, 4)
+
+
 def pixels(n=6):
     return torch.randn(n, 3, 8, 8)
 
@@ -98,6 +102,15 @@ IN_GRAPH = {
         lambda: Fn(lambda m, x: m.layer(x), layer=_frozen_weight(nn.Linear(4, 3))),
         rows,
     ),
+    "bias of a norm": (
+        lambda: nn.Sequential(nn.Linear(4, 3), _frozen_weight(nn.LayerNorm(3))),
+        rows,
+    ),
+    "folded rows": (
+        lambda: nn.Sequential(nn.Flatten(0, 1), nn.Linear(4, 3), nn.Unflatten(0, (-1, 5))),
+        rows,
+    ),
+    "one row": (lambda: nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3)), vectors),
     "rms norm": (lambda: nn.Sequential(nn.RMSNorm(4), nn.Linear(4, 3), nn.PReLU()), rows),
 }
 
@@ -239,6 +252,99 @@ def test_elsewhere_the_observed_forward_runs_eagerly(name):
             model.zero_grad()
             loss_of(run(x)).backward()
         assert_same(one, other)
+
+
+@pytest.mark.parametrize("room", [None, 0])
+def test_small_sites_are_measured_by_one_call_and_large_ones_alone(room, monkeypatch):
+    from varreg.engine.compiled import rewrite
+    from varreg.engine.compiled.passes import Pass
+    from varreg.native.many_layers import ManyLayers
+
+    if room is not None:
+        monkeypatch.setattr(rewrite, "SITES_TOGETHER", room)
+    calls, layers, sums = [], [], ManyLayers.sums
+    take = Pass.take
+
+    def noted_take(run, numbers, *tensors):
+        calls.append(numbers)
+        return take(run, numbers, *tensors)
+
+    def noted_sums(sites, tensors):
+        layers.append(len(tensors) // 2)
+        return sums(sites, tensors)
+
+    monkeypatch.setattr(Pass, "take", noted_take)
+    monkeypatch.setattr(ManyLayers, "sums", noted_sums)
+    x = tokens()
+    one, call = training(IN_GRAPH["gpt"][0], True, fullgraph=True)
+    other, eager = training(IN_GRAPH["gpt"][0], False)
+    for _ in range(3):
+        for model, run in ((one, call), (other, eager)):
+            model.zero_grad()
+            loss_of(run(x)).backward()
+        assert_same(one, other)
+    # two tables, six sites in each of two blocks, and two after these; the first pass is eager
+    assert sorted(n for call in calls for n in call) == sorted([*range(16)] * 2)
+    assert [len(call) for call in calls] == ([16, 16] if room is None else [1] * 32)
+    if varreg.native.status() == "in use":  # rows are looked up by calls of their own
+        assert layers == ([14, 14] if room is None else [1] * 28)
+
+
+@pytest.mark.parametrize("per", ["tensor", "model"])
+def test_sums_over_elements(per):
+    x = tokens()
+    found = []
+    for is_compiled in (True, False):
+        torch.manual_seed(0)
+        model = IN_GRAPH["gpt"][0]()
+        observer = varreg.observe(model, per=per)
+        call = torch.compile(model, backend="aot_eager") if is_compiled else model
+        for _ in range(3):
+            model.zero_grad()
+            loss_of(call(x)).backward()
+        found.append([float(varreg.moments(p).spread) for p in model.parameters()])
+        observer.remove()
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+
+
+def test_norms_of_samples():
+    x = tokens()
+    found = []
+    for is_compiled in (True, False):
+        torch.manual_seed(0)
+        model = IN_GRAPH["gpt"][0]()
+        observer = varreg.observe(model, norms=True)
+        call = torch.compile(model, backend="aot_eager") if is_compiled else model
+        for _ in range(3):
+            model.zero_grad()
+            loss_of(call(x)).backward()
+        found.append(observer.norms().values)
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+
+
+def test_a_parameter_whose_sums_are_in_float64():
+    x = tokens()
+
+    def train(model, call):
+        ledger = varreg.engine.parameters.LEDGERS[model.head.weight]
+        for k in range(4):
+            ledger.is_float64 = k > 1
+            model.zero_grad()
+            loss_of(call(x)).backward()
+
+    both(IN_GRAPH["gpt"][0], train)
+
+
+def test_a_backward_for_some_parameters_counts_for_them_alone():
+    x = tokens()
+
+    def train(model, call):
+        some = [*model.parameters()][3:7]
+        for _ in range(3):
+            model.zero_grad()
+            loss_of(call(x)).backward(inputs=some)
+
+    both(IN_GRAPH["gpt"][0], train)
 
 
 @pytest.mark.parametrize("groups", [2, 3])

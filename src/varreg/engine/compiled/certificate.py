@@ -8,21 +8,19 @@ the batch only where the graph has an operation of ours.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from varreg.engine.compiled.sites import ForwardInGraph, RuleSite, SpreadSite
-from varreg.engine.contribution import Contribution, Dense
+from varreg.engine.compiled.uses import Certificate, RuleUse, SiteUse, SpreadUse
 from varreg.engine.marks import mark_of
-from varreg.engine.mechanisms.by_rule import RuleNode, contributions_of
+from varreg.engine.mechanisms.by_rule import RuleNode
 from varreg.engine.mechanisms.by_spread import SpreadNode
-from varreg.engine.partition import Partition
-from varreg.engine.rules import RULES, Use
-from varreg.engine.rules.embedding import SparseRows
+from varreg.engine.rules import RULES
 from varreg.engine.trace.arguments import tensors_in
 from varreg.engine.trace.call import Call
 from varreg.engine.trace.functions import CREATORS
@@ -32,46 +30,6 @@ from varreg.engine.trace.tracer import Tracer
 
 if TYPE_CHECKING:
     from varreg.engine.observer import Observer
-
-
-class RuleUse(NamedTuple):
-    """A use that a rule measures, for inputs of certain shapes."""
-
-    parameters: tuple[int, ...]
-    use: Use
-
-    def contributions(self, grad: Tensor, saved: Sequence[Tensor]) -> list[Contribution]:
-        """Return the contributions of the samples to each of the parameters."""
-        found = contributions_of(self.use, [grad], saved)
-        return [found[name] for name in self.use.wants]
-
-
-class SpreadUse(NamedTuple):
-    """A use in which a parameter of this shape, or rows of it, was expanded along the batch."""
-
-    parameters: tuple[int, ...]
-    partition: Partition
-    shape: torch.Size
-    skip: int | None
-    """The row of an embedding table that gets no gradient (`padding_idx`)."""
-
-    def contributions(self, grad: Tensor, saved: Sequence[Tensor]) -> list[Contribution]:
-        """Return the contributions of the samples to the parameter."""
-        batch = self.partition.batch
-        if not saved:
-            return [Dense(self.partition, grad.reshape(batch, *self.shape))]
-        ids = saved[0].reshape(1, -1).expand(batch, -1)
-        rows = grad.reshape(batch, -1, self.shape[-1])
-        return [SparseRows(self.partition, self.shape, ids, rows, self.skip)]
-
-
-class Certificate(NamedTuple):
-    """The uses in a graph, proven for inputs of certain shapes."""
-
-    partition: Partition
-    sites: list[RuleUse | SpreadUse]
-    rounding: float
-    """The unit of rounding of computations under autocast."""
 
 
 class Witness(Tracer):
@@ -107,7 +65,7 @@ class Examiner:
     def __init__(self, observer: Observer, witness: Witness, found: ForwardInGraph):
         self.observer, self.witness, self.found = observer, witness, found
         self._sites = {site.node: site for site in found.sites}
-        self._uses: dict[Any, RuleUse | SpreadUse] = {}
+        self._uses: dict[Any, SiteUse] = {}
         self._rounding = 0.0
         self._is_good = True
         self.result: Certificate | None = None
@@ -119,7 +77,7 @@ class Examiner:
         if site is None:
             self._is_good &= not unplanned
             return
-        use: RuleUse | SpreadUse | None = None
+        use: SiteUse | None = None
         made: Any = out.grad_fn if isinstance(out, Tensor) else None
         if isinstance(site, RuleSite):
             if _is_made_by(made, RuleNode) and not unplanned:
@@ -157,11 +115,22 @@ class Examiner:
         if not self._is_good or not all(self._is_output(t) for t in outputs if t.requires_grad):
             return
         partition = self.observer.grouping.partition(trace.batch)
-        self.result = Certificate(partition, [*self._uses.values()], self._rounding)
+        sites = [*self._uses.values()]
+        self.result = Certificate(partition, sites, self._rounding, _numbered(sites), {}, {})
 
     def _is_output(self, t: Tensor) -> bool:
         batch, dim = self.witness.trace.batch, self.observer.batch_dim
         return mark_of(t) == Layout(batch, dim)
+
+
+def _numbered(sites: Sequence[SiteUse]) -> list[tuple[int, int]]:
+    """Return `Certificate.uses`."""
+    before: Counter[int] = Counter()
+    uses = []
+    for i in (i for site in sites for i in site.parameters):
+        uses.append((i, before[i] << 48))  # no process has that many forwards
+        before[i] += 1
+    return uses
 
 
 def _spread_use(site: SpreadSite, at: Any, made: Any, p: Tensor) -> SpreadUse | None:
@@ -178,7 +147,7 @@ def _spread_use(site: SpreadSite, at: Any, made: Any, p: Tensor) -> SpreadUse | 
         return None
     table = RULES[F.embedding].bind(site.operand.args, site.operand.kwargs) or {}
     skip = table.get("padding_idx") if site.is_lookup else None
-    return SpreadUse(site.parameters, node.partition, p.shape, skip)
+    return SpreadUse(site.parameters, node.partition, p.shape, skip, int(site.is_lookup))
 
 
 def _is_made_by(node: Any, function: type) -> bool:

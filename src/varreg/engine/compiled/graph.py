@@ -12,10 +12,11 @@ from torch.fx.node import map_arg
 
 from varreg import _torch
 from varreg.engine import processes
-from varreg.engine.compiled.certificate import Certificate, Examiner, Witness
-from varreg.engine.compiled.measured import Pass
+from varreg.engine.compiled.certificate import Examiner, Witness
+from varreg.engine.compiled.passes import Pass
 from varreg.engine.compiled.rewrite import rewrite
 from varreg.engine.compiled.sites import ForwardInGraph, find
+from varreg.engine.compiled.uses import Certificate
 from varreg.engine.escapes import try_escapes
 from varreg.engine.forward import is_transformed
 from varreg.engine.refusals import refuse_transform

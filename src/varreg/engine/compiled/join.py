@@ -4,6 +4,10 @@ graph, or breaks it.
 torch.compile traces these functions in place of the eager hooks. They mark the beginning and the
 end of the observed forward in the graph, and make sure that the graph is rewritten before it is
 compiled.
+
+torch.compile guards each object and attribute that it reads here, before each later call. So the
+hooks of the many modules inside of the model read as little as possible: the guards of the model's
+own hook hold for all of them.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ _PLAIN = (int, float, bool, str, type(None))
 
 def enter(hook: Hook, module: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Mark the beginning of an observed forward in the graph. Return whether it can join."""
+    if not hook.is_root and torch.is_grad_enabled():
+        return _tensors_of((args, kwargs)) is not None and hook.is_inside()
     if hook.observer is None:
         return True
     graphs = hook.observer.graphs
@@ -42,6 +48,8 @@ def enter(hook: Hook, module: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 def leave(hook: Hook, module: Any, args: Any, kwargs: dict[str, Any], output: Any = None) -> bool:
     """Mark the end of an observed forward in the graph. Return whether it has joined."""
+    if not hook.is_root and torch.is_grad_enabled():
+        return _tensors_of(output) is not None and hook.is_inside()
     if hook.observer is None:
         return True
     graphs = hook.observer.graphs
@@ -55,6 +63,17 @@ def leave(hook: Hook, module: Any, args: Any, kwargs: dict[str, Any], output: An
     if hook.is_root:
         torch.ops.varreg.leave(outputs)
     return True
+
+
+@_torch.runs_while_compiling
+def is_inside(hook: Hook) -> bool:
+    """Return whether a module's forward is inside of an observed forward that has joined the graph
+    which torch.compile captures now.
+    """
+    if hook.observer is None:
+        return True
+    output, graphs = _torch.graph_in_capture(), hook.observer.graphs
+    return graphs.can_join and output is not None and vars(output).get(_INSIDE) is graphs
 
 
 def _tensors_of(tree: Any) -> list[Tensor] | None:

@@ -1,131 +1,113 @@
-"""Our operations in a compiled graph: a node in the forward half, whose backward is the operator
+"""Our operations in a compiled graph: nodes in the forward half, whose backward is the operator
 `varreg::contribute`.
+
+A site is where parameters meet the batch. Consecutive sites are measured together, by one call of
+the operator for all of them: each call takes as long as several small layers.
 """
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from varreg import _torch
-from varreg.engine.mechanisms.node import (
-    BackwardRuns,
-    Recipient,
-    refuse_compiled_autograd,
-    rounding_of,
-    take,
-)
-from varreg.errors import MeasurementError
+from varreg.engine.compiled.passes import pass_of
+from varreg.engine.mechanisms.node import BackwardRuns, refuse_compiled_autograd
 
-if TYPE_CHECKING:
-    from varreg.engine.compiled.certificate import Certificate
-    from varreg.engine.observer import Observer
-
-# ---- one call of a compiled graph ----------------------------------------------------------------
-
-
-class Pass:
-    """One forward through a compiled graph. It receives the contributions when the backward runs.
-
-    It lives as long as its token, an input that the graph saves for its backward half: as long as
-    contributions can arrive.
-    """
-
-    def __init__(self, observer: Observer, certificate: Certificate, parameters: Sequence[Tensor]):
-        self.certificate = certificate
-        self.nodes = [_accumulator(p) for p in parameters]
-        ledgers = [observer.parameters.ledger(p) for p in parameters]
-        leaves = [[(p, ledger)] for p, ledger in zip(parameters, ledgers, strict=True) if ledger]
-        self.recipients = [
-            [Recipient(observer, parameters[i], leaves[i]) for i in site.parameters]
-            for site in certificate.sites
-        ]
-
-    def token(self) -> Tensor:
-        """Return a tensor that identifies this pass in the graph, and keeps the pass alive."""
-        number = next(_numbers)
-        token = torch.tensor(number, device="cpu")  # read in the backward: a device would wait
-        token.__dict__[_PASS] = self
-        _passes[number] = self
-        return token
-
-    def take(self, number: int, grad: Tensor, saved: Sequence[Tensor]) -> list[Tensor]:
-        """Add the contributions at a site to the ledgers; return the gradients."""
-        site = self.certificate.sites[number]
-        contributions = site.contributions(grad, saved)
-        nodes = [self.nodes[i] for i in site.parameters]
-        rounding = rounding_of([grad], self.certificate.rounding)
-        totals = take(self.recipients[number], contributions, nodes, rounding)
-        return [
-            grad.new_zeros(c.shape) if total is None else total.contiguous()
-            for c, total in zip(contributions, totals, strict=True)
-        ]
-
-
-_PASS = "_varreg_pass"
-_numbers = itertools.count(1)
-_passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
-
-
-def _accumulator(p: Tensor) -> Any:
-    """Return the node that accumulates a parameter's gradient."""
-    return p.view_as(p).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-
-
-# ---- in the graph --------------------------------------------------------------------------------
+Arrived = dict[int, tuple[int, Tensor, Sequence[Tensor]]]
+"""For each site whose gradient has arrived: the number of the backward, the gradient, and the
+tensors that were saved to measure the site.
+"""
 
 
 class SiteNode(torch.autograd.Function):
-    """Returns a tensor unchanged. Its backward measures the contributions to parameters from the
-    arriving gradient, and returns the gradients of the parameters.
+    """Returns a tensor unchanged. Its backward notes the arriving gradient for the `MeasuringNode`
+    that has made `slot`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, number: int, n_parameters: int, token: Tensor, out: Tensor, *tensors: Tensor
+        ctx: Any, number: int, arrived: Arrived, slot: Tensor, out: Tensor, *saved: Tensor
     ) -> Tensor:
-        """Return `out`. `tensors` are the parameters, and the tensors that are saved to measure
-        them at site `number`.
-        """
-        ctx.number, ctx.n_parameters = number, n_parameters
-        ctx.save_for_backward(token, *tensors)
+        """Return `out`. The tensors in `saved` are needed to measure site `number`."""
+        ctx.number, ctx.arrived = number, arrived
+        ctx.save_for_backward(*saved)
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Return the gradients of `out` and of the parameters."""
-        token, *tensors = ctx.saved_tensors
-        parameters, saved = tensors[: ctx.n_parameters], tensors[ctx.n_parameters :]
-        totals = torch.ops.varreg.contribute(token, ctx.number, grads[0], saved, parameters)
-        return (None, None, None, grads[0], *totals, *(None,) * len(saved))
+        """Return the gradient of `out`. `slot` gets none: it only orders the nodes."""
+        saved = ctx.saved_tensors
+        ctx.arrived[ctx.number] = _torch.current_graph_task(), grads[0], saved
+        return (None, None, None, grads[0], *(None,) * len(saved))
+
+
+class MeasuringNode(torch.autograd.Function):
+    """Returns a slot: an input of all sites that are measured together. So its backward runs after
+    theirs. It measures the parameters of the sites, and returns their gradients.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, met: Sequence[tuple[int, int]], arrived: Arrived, token: Tensor, *tensors: Tensor
+    ) -> Tensor:
+        """Return a slot. `met` has the number of each site, and how many of the parameters in
+        `tensors` it has.
+        """
+        ctx.met, ctx.arrived = met, arrived
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(token, *tensors)
+        return token.new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        """Return the gradients of the parameters; None for sites that the backward has not
+        reached.
+        """
+        token, *parameters = ctx.saved_tensors
+        task, rest = _torch.current_graph_task(), iter(parameters)
+        numbers, grads, saved = [], [], []
+        wanted: list[Tensor] = []
+        is_reached: list[bool] = []
+        for number, count in ctx.met:
+            at, grad, kept = ctx.arrived.pop(number, (None, None, ()))
+            own = [next(rest) for _ in range(count)]
+            is_reached += [at == task] * count
+            if at == task:
+                numbers.append(number)
+                grads.append(grad)
+                saved += kept
+                wanted += own
+        totals = iter(torch.ops.varreg.contribute(token, numbers, grads, saved, wanted))
+        return (None, None, None, *(next(totals) if yes else None for yes in is_reached))
 
 
 def _contribute(
-    token: Tensor, number: int, grad: Tensor, saved: list[Tensor], parameters: list[Tensor]
+    token: Tensor,
+    numbers: list[int],
+    grads: list[Tensor],
+    saved: list[Tensor],
+    parameters: list[Tensor],
 ) -> list[Tensor]:
-    """Measure the use at a site; return the gradients of its parameters."""
-    BackwardRuns.backwards += 1
+    """Measure the uses at some sites; return the gradients of their parameters."""
+    BackwardRuns.backwards += len(numbers)
     refuse_compiled_autograd()
-    run = _passes.get(int(token))
-    if run is None:
-        raise MeasurementError(
-            "varreg: the backward of a compiled graph does not find its forward: the tensors that "
-            "the graph saved were copied. Call backward() without hooks on saved tensors, or do "
-            "not compile the observed model."
-        )
+    run = pass_of(token)
     if not _torch.is_any_autocast_enabled():
-        return run.take(number, grad, saved)
-    with torch.autocast(grad.device.type, enabled=False):
-        return run.take(number, grad, saved)
+        return run.take(numbers, grads, saved)
+    with torch.autocast(grads[0].device.type, enabled=False):
+        return run.take(numbers, grads, saved)
 
 
 def _shapes(
-    token: Tensor, number: int, grad: Tensor, saved: list[Tensor], parameters: list[Tensor]
+    token: Tensor,
+    numbers: list[int],
+    grads: list[Tensor],
+    saved: list[Tensor],
+    parameters: list[Tensor],
 ) -> list[Tensor]:
     """Return tensors of the shapes that `_contribute` returns."""
     return [torch.empty_like(p, memory_format=torch.contiguous_format) for p in parameters]
@@ -139,7 +121,7 @@ _library = torch.library.Library("varreg", "DEF")
 _library.define("enter(Tensor[] inputs, Tensor token) -> ()")
 _library.define("leave(Tensor[] outputs) -> ()")
 _library.define(
-    "contribute(Tensor token, int number, Tensor grad, Tensor[] saved, Tensor[] parameters)"
+    "contribute(Tensor token, int[] numbers, Tensor[] grads, Tensor[] saved, Tensor[] parameters)"
     " -> Tensor[]"
 )
 for _name, _run, _fake in (
