@@ -571,6 +571,29 @@ def test_counts_become_wide_before_they_overflow(shared, twice):
     assert deep.dim() == (0 if shared else 2)
 
 
+@pytest.mark.parametrize("far", [0, torch.iinfo(NARROW).max - 2, 40_000])
+def test_a_shared_count_becomes_one_for_each_element(far):
+    """Narrow where the largest count allows it, else in the history's type."""
+    torch.manual_seed(0)
+    layer = nn.Linear(5, 3)
+    varreg.observe(layer)
+    optimizer = SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        x = torch.randn(8, 5)
+        if step == 2:
+            x[:, 1] = 0
+        optimizer.zero_grad()
+        layer(x).square().sum(1).mean().backward()
+        optimizer.step()
+        count = optimizer.state[layer.weight]["vr_count"]
+        if not step:
+            count += far
+    expected = torch.full((3, 5), far + 4)
+    expected[:, 1] -= 1
+    assert count.dtype == (layer.weight.dtype if far else NARROW)
+    assert torch.equal(count.long(), expected)
+
+
 def test_lambda_outlives_the_state():
     model, optimizer = train(*FUSED["momentum"])
     lam = optimizer.lambda_of(model.deep.weight)

@@ -25,12 +25,11 @@ def steady_memory(saved: Saved) -> str:
     rows = []
     for row in saved["rows"]:
         peaks = [f"{value / 2**20:.0f}" for arm in ("plain", "exact") for value in row[arm]]
-        held = list(row["steady"].values())
-        rows.append([row["name"], *peaks, f"{(held[-1] - held[0]) / 2**20:+.1f}"])
-    ends = list(saved["rows"][0]["steady"])
+        (first, before), (last, after) = row["steady"].items()
+        left = f"{(after - before) / 2**20:+.1f}".replace("-", "−")
+        rows.append([row["name"], *peaks, f"{int(first):,} to {int(last):,}: {left}"])
     head = ["plain: first step", "later ones", "`VRSGD`: first step", "later ones"]
-    grown = f"from step {int(ends[0]):,} to {int(ends[-1]):,}"
-    return markdown(["MiB", *head, grown], [[c.replace("-", "−") for c in row] for row in rows])
+    return markdown(["MiB", *head, "more after steps"], rows)
 
 
 def ideas(saved: Saved) -> str:
