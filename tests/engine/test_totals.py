@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.checkpoint import checkpoint
 
 import varreg
+from varreg.engine.contribution import Outer
 from varreg.errors import MeasurementError
 from varreg.noise import gauges
 
@@ -308,6 +309,24 @@ def test_gradients_and_sums_where_torch_computes_the_gradient(name):
         assert_same(model, other)
         for p, q in zip(plain.parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_torch_computes_most_gradients_of_few_rows(name, monkeypatch):
+    computed = []
+    whole = Outer.total
+
+    def noted(self):
+        computed.append(self)
+        return whole(self)
+
+    monkeypatch.setattr(Outer, "total", noted)
+    sizes = []
+    for _ in train_side_by_side(name):
+        sizes.append(len(computed))
+        computed.clear()
+    assert sizes[:2] == [2, 2]  # both weights, in the first window of each size of batch
+    assert set(sizes[2:]) == {1}  # then only where a gradient is compared: one in each window
 
 
 def test_torch_computes_the_gradient_that_a_hook_changes():
