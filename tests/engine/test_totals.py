@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.checkpoint import checkpoint
 
 import varreg
+from varreg.engine.contribution import Outer
 from varreg.engine.totals_ledger import TotalsLedger
 from varreg.errors import MeasurementError
 from varreg.noise import gauges
@@ -319,3 +320,108 @@ def test_several_processes_are_refused(tmp_path):
             varreg.observe(net(), per="model")
     finally:
         torch.distributed.destroy_process_group()
+
+
+def rows(batch: int, dtype: torch.dtype) -> torch.Tensor:
+    """Three rows for each sample, and so few that products of rows cost less than W."""
+    return torch.randn(batch, 3, 40, generator=torch.Generator().manual_seed(batch)).to(dtype)
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 20)).double()
+
+
+WINDOWS = {
+    "one row": (net, lambda turn: batch(8 + turn % 2)),
+    "few rows": (wide, lambda turn: rows(5 + turn % 2, torch.float64)),
+}
+
+
+def train_side_by_side(name, change=lambda plain, model, other, turn: None):
+    """Yield a model without varreg, one with moments, and one with sums, after each backward."""
+    make, data = WINDOWS[name]
+    plain, model, other = make(), make(), make()
+    varreg.observe(model), varreg.observe(other, per="model")
+    for turn in range(12):  # each parameter's gradient is compared with S in some, not in others
+        for m in (plain, model, other):
+            m.zero_grad()
+        change(plain, model, other, turn)
+        for m in (plain, model, other):
+            m(data(turn)).sin().square().flatten(1).sum(1).mean().backward()
+        yield plain, model, other
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_gradients_and_sums_where_torch_computes_the_gradient(name):
+    for plain, model, other in train_side_by_side(name):
+        assert_same(model, other)
+        for p, q in zip(plain.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_torch_computes_most_gradients_of_few_rows(name, monkeypatch):
+    computed = []
+    whole = Outer.total
+
+    def noted(self):
+        computed.append(self)
+        return whole(self)
+
+    monkeypatch.setattr(Outer, "total", noted)
+    sizes = []
+    for _ in train_side_by_side(name):
+        sizes.append(len(computed))
+        computed.clear()
+    assert sizes[:2] == [2, 2]  # both weights, in the first window of each size of batch
+    assert set(sizes[2:]) == {1}  # then only where a gradient is compared: one in each window
+
+
+def test_torch_computes_the_gradient_that_a_hook_changes():
+    def change(plain, model, other, turn):
+        if turn == 4:
+            for m in (plain, model, other):
+                m[0].weight.register_hook(lambda g: 2 * g)
+
+    for turn, (plain, model, other) in enumerate(train_side_by_side("one row", change)):
+        assert_same(model, other)
+        torch.testing.assert_close(plain[0].weight.grad, other[0].weight.grad)
+        assert turn < 4 or other[0].weight._backward_hooks
+
+
+@pytest.mark.parametrize("scale", [1e-14, 0.0])
+def test_single_rows_with_squares_beyond_float32(scale):
+    model, other = net(torch.float32), net(torch.float32)
+    varreg.observe(model), varreg.observe(other, per="model")
+    for _ in range(5):
+        for m in (model, other):
+            m.zero_grad()
+            backward(m, batch(dtype=torch.float32), scale)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        a, b = varreg.moments(p).total_variance.double(), varreg.moments(q).total_variance
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=0.0)
+
+
+def test_micro_batches_where_torch_computes_the_gradient():
+    model, _, other, _ = pair()
+    for turn in range(6):
+        for m in (model, other):
+            m.zero_grad()
+            for k in range(3):
+                backward(m, batch(8 + k + turn))
+        assert_same(model, other)
+
+
+def test_an_unseen_gradient_is_found_where_torch_computes_the_gradient():
+    model = net()
+    varreg.observe(model, per="model")
+
+    def train() -> None:
+        for turn in range(12):
+            model.zero_grad()
+            loss = model(batch()).sin().square().sum(1).mean()
+            (loss + (turn > 3) * model[0].weight.square().sum()).backward()
+
+    with pytest.raises(MeasurementError, match="outside"):
+        train()

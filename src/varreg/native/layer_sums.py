@@ -71,13 +71,8 @@ def total(values: Tensor) -> Tensor | None:
     if at is None or not len(values) or not library.serves(values):
         return None
     out = values.new_empty(values.shape[1:])
-    library.call(
-        "sums",
-        (values, out, None),
-        (len(values), len(values), out.numel(), *at),
-        (),
-        library.threads_for(values.numel()),
-    )
+    sizes = len(values), len(values), out.numel(), *at
+    library.call("sums", (values, out, None), sizes, (), library.threads_for(values.numel()))
     return out
 
 
@@ -139,9 +134,7 @@ def single_rows(
     """
     b, o, i = delta.shape[0], delta.shape[-1], a.shape[-1]
     groups = groups or b
-    if groups != b and groups > CHAIN:
-        return None
-    if not (b and o and i and library.serves(delta, a)):
+    if not (b and o and i and library.serves(delta, a)) or CHAIN < groups != b:
         return None
     delta, a = delta.contiguous(), a.contiguous()
     threads = _threads(b * o * i)
