@@ -8,7 +8,6 @@ the batch only where the graph has an operation of ours.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -123,14 +122,10 @@ class Examiner:
         return mark_of(t) == Layout(batch, dim)
 
 
-def _numbered(sites: Sequence[SiteUse]) -> list[tuple[int, int]]:
+def _numbered(sites: Sequence[SiteUse]) -> list[tuple[int, bool]]:
     """Return `Certificate.uses`."""
-    before: Counter[int] = Counter()
-    uses = []
-    for i in (i for site in sites for i in site.parameters):
-        uses.append((i, before[i] << 48))  # no process has that many forwards
-        before[i] += 1
-    return uses
+    met = [i for site in sites for i in site.parameters]
+    return [(i, i in met[:k]) for k, i in enumerate(met)]
 
 
 def _spread_use(site: SpreadSite, at: Any, made: Any, p: Tensor) -> SpreadUse | None:

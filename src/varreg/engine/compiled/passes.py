@@ -43,7 +43,9 @@ class Pass:
         self.forward, self.number = observer.forward.number, next(_numbers)
         self.ledgers = [*map(observer.parameters.ledger, parameters)]
         # negative, since the ids of other uses are not
-        self._uses = [(i, -(self.number + again)) for i, again in certificate.uses]
+        self._uses = [
+            (i, -(next(_numbers) if is_again else self.number)) for i, is_again in certificate.uses
+        ]
         self._nodes: dict[int, Any] = {}  # in a backward, that accumulate gradients
         for i, use in self._uses:
             if (ledger := self.ledgers[i]) is not None:

@@ -8,6 +8,7 @@ tensors, as they lie in memory. Shapes are the same for all calls with one certi
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,8 +30,8 @@ from varreg.thresholds import LARGE_PAGES, MOST_CERTIFICATES
 if TYPE_CHECKING:
     from varreg.engine.compiled.passes import Pass
 
-_NORMS = {RULES[F.layer_norm]: (True, 1e-5), RULES[F.rms_norm]: (False, None)}
-"""Normalizations of rows: do they subtract the mean, and what is `eps` unless it is given?"""
+_NORMS = {RULES[F.layer_norm]: True, RULES[F.rms_norm]: False}
+"""Normalizations of rows: do they subtract the mean?"""
 
 
 class Place(NamedTuple):
@@ -95,7 +96,7 @@ def _normalization(use: Use, grad: Tensor, input: Tensor) -> Place | None:
     batch, groups = use.partition
     if _found(dy, [grad]) is None or _found(x, [input]) is None:
         return None
-    centre, usual = _NORMS[use.rule]
+    centre, usual = _NORMS[use.rule], inspect.signature(use.rule.run).parameters["eps"].default
     eps = use.arguments.get("eps", usual)
     eps, o = torch.finfo(input.dtype).eps if eps is None else eps, math.prod(dy.shape[2:])
     sizes = LayerSizes(Layer.NORM, batch, groups, dy.shape[1], o, eps=eps, centre=centre)

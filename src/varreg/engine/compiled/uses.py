@@ -71,10 +71,8 @@ class Certificate(NamedTuple):
     sites: list[SiteUse]
     rounding: float
     """The unit of rounding of computations under autocast."""
-    uses: list[tuple[int, int]]
-    """The number of the parameter in each use, and a number that is 0 in its first use, and another
-    one in each later use.
-    """
+    uses: list[tuple[int, bool]]
+    """The number of the parameter in each use, and whether an earlier use has the same one."""
     places: dict[int, Place | None]
     """How native code measures the site of each number that it was asked for."""
     plans: dict[Any, Together]
