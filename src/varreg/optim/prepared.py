@@ -97,7 +97,7 @@ class PreparedStep:
                 entry.fill(task, entry.group, entry.state, False, True)
         for dtype, tasks, elements in self.calls:
             native.whole(tasks, dtype, elements)
-        count_base_steps([entry.state for entry, *_ in ready if not entry.task.is_left])
+        count_base_steps(entry.state for entry, *_ in ready if not entry.task.is_left)
         lambdas = self.lambdas
         for entry, *_ in ready:
             task, p = entry.task, entry.tensors[-1]

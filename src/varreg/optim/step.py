@@ -200,8 +200,7 @@ def native_calls(optimizer: Regularized, steps: list[ParameterStep]) -> tuple[La
         calls.append((dtype, tasks, elements))
         if alike[0].with_base_step:
             native.whole(tasks, dtype, elements)
-            taken = [s.state for s, task in zip(alike, tasks, strict=True) if not task.is_left]
-            count_base_steps(taken)
+            count_base_steps(s.state for s, t in zip(alike, tasks, strict=True) if not t.is_left)
         else:
             p, kernels = alike[0].parameter, BACKENDS[device.type]
             kernels.update(p, tasks, elements, any_calibrated)

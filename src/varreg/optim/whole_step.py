@@ -12,7 +12,7 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def without(groups: list[dict[str, Any]], taken: Mapping[Tensor, Any]) -> Iterat
             group["params"] = parameters
 
 
-def count_base_steps(states: list[dict[str, Any]]) -> None:
+def count_base_steps(states: Iterable[dict[str, Any]]) -> None:
     """Count the base's step in these states, if the base counts."""
     if counts := [state[STEP] for state in states if STEP in state]:
         _torch.foreach_add_into(counts, 1)
