@@ -109,6 +109,8 @@ NOT_TUNED = {
     ("optim/whole_step.py", 0.9),
     ("optim/whole_step.py", 0.01),
     ("native/layer_sums.py", 31),  # as many rows as an int32 counts
+    ("native/torch_root.py", 256),  # flags of MKL
+    ("native/torch_root.py", 1310720),
 }
 
 

@@ -118,8 +118,8 @@ def replay(
     use = plan.use
     assert use is not None
     if _torch.saved_tensors_hooks is None or _torch.saved_tensors_hooks(True) is not None:
-        checkpoints.note(trace.observer)
-    if plan.beside is not None:
+        checkpoints.note(trace.observer)  # both runs of a checkpoint must save the same tensors
+    elif plan.beside is not None:
         for i in use.wants.values():
             if ledgers[i].is_check_due:  # S is compared with p.grad: let p.grad be S
                 break
