@@ -76,6 +76,20 @@ def test_the_noise_of_the_stream(spread):
     assert not torch.equal(again.x, made.stream(1, 5, 256).x)
 
 
+def test_images_of_another_norm(monkeypatch):
+    from varreg.lab.tasks import datasets
+
+    pixels = torch.randint(1, 255, (60, 3, 32, 32), dtype=torch.uint8)
+    images = datasets.Images(pixels, torch.arange(60) % 10)
+    monkeypatch.setattr(datasets, "cifar10", lambda data_dir: (images, images))
+    for name, norm in (("cifar10-lenet:valid=10", 1.0), ("cifar10-lenet:valid=10,scale=55", 55.0)):
+        for split in task(name).load(None):
+            norms = split.x.flatten(1).norm(dim=1)
+            assert torch.allclose(norms, torch.full_like(norms, norm))
+    with pytest.raises(VarregError, match="scale must be above 0; got 0"):
+        task("cifar10-lenet:scale=0")
+
+
 def test_svrg_has_no_full_gradient_on_a_stream():
     with pytest.raises(ValueError, match="stream without end"):
         Run(Config("stream", "SVRG", 0.1))
