@@ -168,11 +168,6 @@ SHARED_IMAGES, OWN_IMAGES = 1 << 22, 1 << 17
 third-level cache, and 128 KiB in the second-level cache. Not measured.
 """
 
-LINES_AT_ONCE = 1 << 12
-"""Numbers of a packed image whose lines are filled with all channels before the next lines: 16 KiB
-in float32, a third of a first-level cache. Not measured.
-"""
-
 WORKERS, PATIENCE = 255, 10_000
 """For threads without an OpenMP library: the largest number of threads of the pool, a bound on
 memory; and the checks for new work before a thread sleeps, some microseconds. Not measured.

@@ -112,7 +112,7 @@ class LayerTask(ctypes.Structure):
 THRESHOLDS = (
     *("BLOCK", "CHAIN", "SUMS_AT_ONCE", "SHORT_SUM", "TOGETHER", "WORTH_THREADS"),
     *("SHARED_KERNEL", "SHARED_IMAGES", "OWN_IMAGES", "WORKERS", "PATIENCE"),
-    *("LINES_AT_ONCE", "RECENT", "SMALLEST_SQUARE", "LARGEST_SQUARE", "PARALLEL"),
+    *("RECENT", "SMALLEST_SQUARE", "LARGEST_SQUARE", "PARALLEL"),
 )
 """The thresholds that C uses, by their names in thresholds.py."""
 

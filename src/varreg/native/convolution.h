@@ -72,16 +72,12 @@ static void NAME(frame)(const Convolution *s, const NAME(plan) * p, const REAL *
                        s->c * sizeof(REAL));
         return;
     }
-    /* Some lines at a time, which stay in the cache until all channels are in them. Four channels
-       at a time, so that memory is read in order. */
-    const int64_t most = LINES_AT_ONCE / line + 1;
-    for (int64_t from = 0; from < lines; from += most) {
-        const int64_t some = AT_MOST(most, lines - from), once = whole ? some : 1;
-        for (int64_t c = 0; c < s->c; c += 4)
-            for (int64_t y = from; y < from + some; y += once)
-                NAME(transpose)(x + c * s->x_channel + y * s->x_row, s->x_channel,
-                                first + y * line + c, s->c, AT_MOST(4, s->c - c), once * columns);
-    }
+    /* Four channels at a time, so that memory is read in order. */
+    const int64_t once = whole ? lines : 1;
+    for (int64_t c = 0; c < s->c; c += 4)
+        for (int64_t y = 0; y < lines; y += once)
+            NAME(transpose)(x + c * s->x_channel + y * s->x_row, s->x_channel, first + y * line + c,
+                            s->c, AT_MOST(4, s->c - c), once * columns);
 }
 
 /* Copy the taps of each output pixel side by side. A tap is copied in fours: the next tap
