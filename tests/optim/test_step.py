@@ -77,8 +77,11 @@ def test_both_implementations_have_one_result(make, with_base_step):
         results[-1] += [optimizer.lambda_of(p) for p in model.parameters()]
         counts = [s["step"] for s in optimizer.state.values() if "step" in s]
         assert all(count == 3 for count in counts)
+    # Adam's variance is a difference of sums, in which rounding errors grow
+    exact = make is varreg.VRSGD
+    close = {"rtol": 1e-12 if exact else 1e-9, "atol": 1e-14 if exact else 1e-12}
     for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(one, other, **close)
 
 
 @NEEDS_NATIVE
