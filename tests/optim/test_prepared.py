@@ -7,10 +7,12 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import varreg
 from varreg import native
 from varreg.optim.prepared import PreparedStep
+from varreg.optim.whole_step import repeats_torch
 
 needs_compiler = pytest.mark.skipif(
     native.status() != "in use", reason=f"native kernel: {native.status()}"
@@ -140,6 +142,12 @@ def freeze(twin):
     twin.backward(torch.randn(6, 5, generator=torch.Generator().manual_seed(10)).double())
 
 
+def begin_again(twin):
+    for value in twin.optimizer.state[twin.model[0].weight].values():
+        if isinstance(value, torch.Tensor):
+            value.zero_()
+
+
 def change_betas(twin):
     twin.optimizer.param_groups[0]["betas"] = (0.8, 0.99)
 
@@ -155,7 +163,7 @@ EVENTS = [
     *(clip, clip_one, change_elements, drop_gradient, replace_gradient, transpose_gradient),
     *(change_rate, change_momentum, change_decay, maximize, change_s, move_parameter, move_state),
     *(move_values, load, forget_state, one_sample_less, accumulate, zero_a_column, add_group),
-    *(freeze, change_betas),
+    *(freeze, change_betas, begin_again),
 ]
 
 
@@ -213,3 +221,61 @@ def test_an_optimizer_is_copied_without_its_tasks():
         twin.step()
     assert isinstance(twin.optimizer._prepared, PreparedStep)
     assert copy.deepcopy(twin.optimizer)._prepared is None
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("options", OPTIONS)
+def test_tasks_of_a_first_step_are_not_kept(options):
+    """A layer that is held for two steps begins its sums when the others are in their third."""
+    twins = [Twin(is_fresh, **options) for is_fresh in (False, True)]
+    for turn in range(9):
+        x = torch.randn(6, 5).double()
+        for twin in twins:
+            twin.backward(x)
+            if turn < 2:
+                twin.model[2].weight.grad.zero_()
+            twin.step()
+    kept, fresh = twins
+    assert kept.prepared >= 3
+    for p, q in zip(kept.model.parameters(), fresh.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert torch.equal(kept.optimizer.lambda_of(p), fresh.optimizer.lambda_of(q))
+
+
+@needs_compiler
+@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[3]])
+def test_tasks_are_not_kept_for_another_shape(options):
+    """Addresses are the same, and native code would read beyond what is left."""
+    twin = Twin(False, **options)
+    for _ in range(5):
+        twin.backward(torch.randn(6, 5).double())
+        twin.step()
+    twin.backward(torch.randn(6, 5).double())
+    prepared = twin.optimizer._prepared
+    assert prepared._ready(twin.optimizer) is not None
+    state = twin.optimizer.state[twin.model[2].bias]
+    name = "momentum_buffer" if "momentum_buffer" in state else "exp_avg"
+    state[name].resize_(1, 3)
+    assert prepared._ready(twin.optimizer) is None
+    state[name].resize_(3)
+    assert prepared._ready(twin.optimizer) is not None
+    twin.optimizer.state[twin.model[0].weight]["vr_history"].t_()
+    assert prepared._ready(twin.optimizer) is None
+
+
+@needs_compiler
+def test_a_trial_of_torchs_step_runs_no_hooks_of_users():
+    seen = []
+    handle = register_optimizer_step_post_hook(
+        lambda optimizer, *_: seen.append(type(optimizer).__name__)
+    )
+    try:
+        repeats_torch.cache_clear()
+        twin = Twin(False, make=varreg.VRAdam)
+        for _ in range(4):
+            twin.backward(torch.randn(6, 5).double())
+            twin.step()
+    finally:
+        handle.remove()
+    assert seen == ["VRAdam"] * 4

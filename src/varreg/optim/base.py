@@ -25,11 +25,11 @@ from varreg.optim.increments import Increment
 from varreg.optim.lambda_summary import LambdaSummary, overview, summarize
 from varreg.optim.parameter_names import names
 from varreg.optim.parameter_step import ParameterStep
-from varreg.optim.prepared import Calls, PreparedStep
+from varreg.optim.prepared import Calls, PreparedStep, can_keep
 from varreg.optim.repeated_lambda import RepeatedLambda
 from varreg.optim.state import restore, with_counts
 from varreg.optim.step import Lambdas, native_calls, take_steps
-from varreg.optim.whole_step import without
+from varreg.optim.whole_step import unhooked, without
 from varreg.shards import like, local
 from varreg.thresholds import LAMBDA_EVERY
 
@@ -206,7 +206,7 @@ class Regularized(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 with_gradient += p.grad is not None
-        if calls and len(taken) == with_gradient == len(steps):
+        if calls and len(taken) == with_gradient == len(steps) and can_keep(steps):
             self._prepared = PreparedStep(self, steps, calls, taken)
         if len(taken) < with_gradient:
             left = [step for step in steps if step.parameter not in taken]
@@ -225,10 +225,7 @@ class Regularized(Optimizer):
         return loss
 
     def _base_step(self) -> None:
-        step: Any = self._base.step
-        while getattr(step, "hooked", False):
-            step = step.__wrapped__  # our own step has the hooks and the profiling already
-        step(self)
+        unhooked(self._base)(self)  # our own step has the hooks and the profiling already
 
     def _increment(self, group: dict[str, Any]) -> Increment:
         """Return the increment of a param group with these options."""

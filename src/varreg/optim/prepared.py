@@ -3,8 +3,8 @@
 A step that native code takes whole needs a task for each parameter. From step to step only three
 pointers in it change: S, W and the gradient are new tensors; for Adam also what depends on the
 number of steps. `PreparedStep` looks whether all else is as it was: options, counts, and the
-tensors of the state with their addresses. If anything is not, it takes no step, and `native_step`
-fills new tasks.
+tensors of the state with their shapes and addresses. If anything is not, it takes no step, and
+`native_step` fills new tasks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from varreg.engine.ledger import Ledger
 from varreg.engine.parameters import LEDGERS
 from varreg.native.contract import Task
 from varreg.optim.repeated_lambda import RepeatedLambda, change_counts
-from varreg.optim.state import COUNT
+from varreg.optim.state import COUNT, STEPS
 from varreg.optim.whole_step import STEP, SWITCHES, count_base_steps
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ class _Entry(NamedTuple):
     """
     ids: list[int]
     addresses: list[int]
+    shapes: list[torch.Size]
 
 
 class PreparedStep:
@@ -154,6 +155,9 @@ class PreparedStep:
                     or states.get(p) is not state
                     or list(map(id, map(state.get, entry.names))) != entry.ids
                     or list(map(_ADDRESS, entry.tensors)) != entry.addresses
+                    or list(map(_SHAPE, entry.tensors)) != entry.shapes
+                    or not all(map(Tensor.is_contiguous, entry.tensors))
+                    or not state[STEPS]  # the sums begin again
                 ):
                     return None
                 ready.append((entry, m.total, m.square, grad))
@@ -164,6 +168,14 @@ class PreparedStep:
 
 
 _ADDRESS = Tensor.data_ptr
+_SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
+
+
+def can_keep(steps: Sequence[ParameterStep]) -> bool:
+    """Return whether the tasks of these steps hold for the next ones, too. In a parameter's first
+    step its sums begin: that task has other factors.
+    """
+    return all(float(step.state[STEPS]) > 1 for step in steps)
 
 
 def _entry(step: ParameterStep, task: Task) -> _Entry:
@@ -176,6 +188,6 @@ def _entry(step: ParameterStep, task: Task) -> _Entry:
     tensors = (*ours, step.parameter)
     factor = m.constants[0]
     moments = m.count, m.groups, ledger.precision
-    known = list(map(id, ours)), list(map(_ADDRESS, tensors))
+    known = list(map(id, ours)), list(map(_ADDRESS, tensors)), list(map(_SHAPE, tensors))
     how = ledger, step.group, kernel.fill
     return _Entry(task, factor, *how, moments, state, names, tensors, *known)
